@@ -9,7 +9,7 @@ One layout everywhere: ``[B, H, T, D]``. Adapters transpose at the edge.
 
 Write: ``cache.write(layer, start, keys, values, queries)``, over the same rows at every denoising
 step; ``cache.commit(end)`` makes the chunk final: ``Quantizer.encode`` packs it, the dense rows go.
-Read: ``attend(query, segments, scale=...)``: segments are the chunks in order, then the current one.
+Read: ``attend(query, segments, scale=...)``: segments are the chunks in order, then the current.
 """
 
 from __future__ import annotations

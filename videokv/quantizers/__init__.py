@@ -18,7 +18,7 @@ Build = Callable[..., tuple[Quantizer, Quantizer]]
 class Family:
     """A named method: ``build(bits, **options)`` gives the key and the value quantizer.
 
-    bits: widths that the usual recipes ``<name>-<bits>bit`` offer; () for a fixed-width format whose
+    bits: widths that recipes ``<name>-<bits>bit`` offer; () for a fixed-width format, whose
     recipe is the bare name.
     """
 
