@@ -241,8 +241,9 @@ def test_expanded_batch():
 def test_stock_kernels_return_natural_logs(dtype, device):
     """Of this torch version: the kernel is found, and its lse is torch.logsumexp of the scores."""
     choice = choose_kernel(
-        device=torch.device(device), dtype=dtype, head_dim=72, value_dim=64, heads_per_kv=3
-    )
+        device=torch.device(device), dtype=dtype, head_dim=72, value_dim=64, heads_per_kv=3,
+        rows=45, tokens=77,
+    )  # fmt: skip
     assert not isinstance(choice, str), choice
     draw = Draw(13, dtype)
     query, segment = draw.normal(1, 6, 45, 64), draw.segment((1, 2, 77, 64), 64)
@@ -263,7 +264,7 @@ def test_probe_reports_a_kernel_that_lies(monkeypatch):
     try:
         reason = choose_kernel(
             device=torch.device("cpu"), dtype=torch.float32, head_dim=64, value_dim=64,
-            heads_per_kv=1,
+            heads_per_kv=1, rows=5, tokens=9,
         )  # fmt: skip
         assert isinstance(reason, str) and "wrong by" in reason
     finally:
