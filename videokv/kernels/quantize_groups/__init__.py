@@ -87,8 +87,8 @@ def _settled(
         )
     if facts.offset > torch.finfo(format.zero_dtype).max:
         raise ValueError(
-            f"{what} of layer {layer}: the offset {facts.offset:.3g} of a group does not fit "
-            f"zero_dtype {format.zero_dtype}; use zero_dtype=torch.bfloat16"
+            f"{what} of layer {layer} reach {facts.magnitude:.3g}: offsets do not fit zero_dtype "
+            f"{format.zero_dtype}; use zero_dtype=torch.bfloat16"
         )
     if facts.overflow:
         warnings.warn(
