@@ -9,8 +9,8 @@ from videokv.worldmodel.config import WorldModelConfig
 from videokv.worldmodel.model import (
     WorldModel,
     count_parameters,
-    rotate_pairs,
     rope_angles,
+    rotate_pairs,
     teacher_forcing_mask,
 )
 from videokv.worldmodel.plain import PlainCache

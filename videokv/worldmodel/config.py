@@ -110,4 +110,6 @@ class WorldModelConfig:
         try:
             return cls(**json.loads(text))
         except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"expected a WorldModelConfig as JSON, got {text!r}: {error}") from None
+            raise ValueError(
+                f"expected a WorldModelConfig as JSON, got {text!r}: {error}"
+            ) from None

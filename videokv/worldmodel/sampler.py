@@ -35,9 +35,7 @@ def time_steps(*, steps: int, shift: float) -> list[float]:
     return [shift * u / (1 + (shift - 1) * u) for u in levels]
 
 
-def chunk_noise(
-    config: WorldModelConfig, *, seed: int, clips: Sequence[int], chunk: int
-) -> Tensor:
+def chunk_noise(config: WorldModelConfig, *, seed: int, clips: Sequence[int], chunk: int) -> Tensor:
     """Gaussian noise [len(clips), chunk_frames, height, width, 3], float32, on the CPU.
 
     A clip's noise depends on (seed, clip, chunk) alone: not on the batch, recipe or device.
