@@ -10,6 +10,7 @@ from videokv.worldmodel.model import (
     WorldModel,
     count_parameters,
     rope_angles,
+    rope_factors,
     rotate_pairs,
     teacher_forcing_mask,
 )
@@ -85,7 +86,7 @@ def test_rope_depends_on_relative_positions_only() -> None:
         positions = torch.tensor([[frame, 4, 5], [frame + 7, 1, 9]])
         angles = rope_angles(config, positions).double()
         turned = [
-            rotate_pairs(x[None], a[None].cos(), a[None].sin())
+            rotate_pairs(x[None], *rope_factors(a[None]))
             for x, a in zip((q, k), angles, strict=True)
         ]
         return (turned[0] * turned[1]).sum()
@@ -199,3 +200,39 @@ def test_recorded_mass_is_the_softmax_share() -> None:
     ((start, layer, mass),) = cache.masses()
     assert (start, layer) == (5, 0)
     torch.testing.assert_close(mass.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_rotation_turns_interleaved_pairs_as_complex_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 7, 10, generator=generator, dtype=torch.float64)
+    angles = torch.randn(7, 5, generator=generator, dtype=torch.float64)
+    expected = torch.view_as_complex(x.unflatten(-1, (5, 2))) * torch.exp(1j * angles)
+    turned = rotate_pairs(x, *rope_factors(angles))
+    torch.testing.assert_close(turned, torch.view_as_real(expected).flatten(-2))
+
+
+def test_the_training_step_traces_in_one_graph_with_flex_attention() -> None:
+    """No graph break, and FlexAttention under the block mask = the dense mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from videokv.worldmodel.model import _visible
+    from videokv.worldmodel.training import training_loss
+
+    model = tiny_model()
+    frames = torch.full((1, 18, 16, 24, 3), 90, dtype=torch.uint8)
+    draw = torch.Generator().manual_seed(0)
+    draws = (
+        torch.rand(1, 5, generator=draw),
+        torch.rand(1, 4, generator=draw),
+        torch.randn(1, 27, 16, 24, 3, generator=draw),
+    )
+    batch = (frames, torch.zeros(1, 18, dtype=torch.long), *draws)
+    with pytest.warns(UserWarning, match="dense"):
+        dense = teacher_forcing_mask(TINY, "cpu")
+    tokens = dense.shape[0]
+    blocks = create_block_mask(_visible(TINY), None, None, tokens, tokens, device="cpu")
+    compiled = torch.compile(training_loss, dynamic=False, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(model, *batch, blocks), training_loss(model, *batch, dense)
+        )
