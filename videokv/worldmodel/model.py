@@ -323,4 +323,8 @@ def _masked_attention(mask: Any) -> Attend:
         return lambda layer, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     from torch.nn.attention.flex_attention import flex_attention
 
-    return lambda layer, q, k, v: flex_attention(q, k, v, block_mask=mask)
+    # Contiguous: compiled FlexAttention gave wrong results on a CPU (torch 2.13) for computed
+    # queries and keys in a permuted layout; the copies fuse with the rotation before them.
+    return lambda layer, q, k, v: flex_attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), block_mask=mask
+    )
