@@ -13,6 +13,7 @@ from videokv.worldmodel.data import SplitData
 from videokv.worldmodel.model import WorldModel, teacher_forcing_mask
 from videokv.worldmodel.training import (
     TrainingOptions,
+    _new_run,
     _Windows,
     learning_rate,
     train,
@@ -109,6 +110,19 @@ def test_a_time_budget_ends_the_run(tmp_path: Path) -> None:
     train(moving_bars(), tmp_path, options=budget, config=TINY, device="cpu", log=lambda line: None)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert state["step"] > 1 and state["seconds"] < 5
+
+
+def test_the_average_follows_the_weights_without_a_graph() -> None:
+    run = _new_run(TINY, options(), torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.add_(1.0)
+    before = [value.clone() for value in run.average]
+    run.step = 8  # decay min(0.9, 9 / 18)
+    run.update_average(0.9)
+    for value, old in zip(run.average, before, strict=True):
+        torch.testing.assert_close(value, old + 0.5)
+        assert not value.requires_grad
 
 
 def test_the_rate_warms_up_and_decays_to_zero() -> None:

@@ -225,6 +225,7 @@ class _Run:
         self.generator.set_state(state["generator"].cpu())
         self.step, self.seconds = state["step"], state["seconds"]
 
+    @torch.no_grad()
     def update_average(self, ema: float) -> None:
         """Move the average to the weights; early steps are forgotten faster."""
         decay = min(ema, (1 + self.step) / (10 + self.step))
