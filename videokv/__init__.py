@@ -1,3 +1,3 @@
-"""videokv: the KV cache of video world models at 2 bits, with attention kept unbiased."""
+"""Two-bit KV caches for chunk-wise autoregressive video diffusion, with unbiased attention."""
 
 __version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The world model that is shipped: model, sampler, data, training, weights, evaluation."""
