@@ -165,7 +165,7 @@ def test_memory_is_that_of_the_live_tensors(name, recent):
     assert memory.held_bytes + memory.state_bytes == live_bytes() - before
     assert memory.dense_bytes == 2 * (70 + 71 + 72) * 2 * (64 + 32) * 4
     assert memory.ratio == memory.dense_bytes / memory.held_bytes
-    assert "bits per packed element" in str(memory)
+    assert "bits per element" in str(memory)
 
 
 def test_bits_are_of_packed_chunks_alone():
