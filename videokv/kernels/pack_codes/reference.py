@@ -40,7 +40,7 @@ def unpack(packed: Tensor, *, bits: int, count: int) -> Tensor:
     else:
         table, index = _table(bits, 8, packed.device), packed.to(torch.int32)
     found = table.index_select(0, index.reshape(-1)).view(torch.uint8)
-    slots = index.shape[-1] * 4 if bits == 3 else index.shape[-1] * (8 // bits)
+    slots = index.shape[-1] * table.element_size()
     return found.view(*packed.shape[:-1], slots)[..., :count]
 
 
