@@ -86,9 +86,7 @@ def test_segments_equal_index_add():
     groups[groups == 3] = 4  # one empty group
     ordered, order = torch.sort(groups, stable=True)
     edges = torch.searchsorted(ordered, torch.arange(8))
-    sums = torch.segment_reduce(
-        rows[order], "sum", lengths=edges.diff(), unsafe=True, initial=0.0
-    )
+    sums = torch.segment_reduce(rows[order], "sum", lengths=edges.diff(), unsafe=True, initial=0.0)
     assert torch.equal(sums, reference._sums(rows, groups, 7))
 
 
@@ -105,7 +103,9 @@ def test_starts_are_tokens_seeded_and_leave_the_global_generator(draw):
 
 def test_spread_tokens_find_every_far_group():
     centres = torch.eye(8)[None, None] * 100
-    x = (centres.repeat(1, 1, 25, 1) + tokens(1, 1, 200, 8))[:, :, torch.randperm(200, generator=torch.Generator())]
+    x = (centres.repeat(1, 1, 25, 1) + tokens(1, 1, 200, 8))[
+        :, :, torch.randperm(200, generator=torch.Generator())
+    ]
     ids = nearest(spread_tokens(x, count=8, seed=0), centres)
     assert len(ids.unique()) == 8
 

@@ -11,13 +11,23 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.assign_centroids import reference
+from videokv.kernels.assign_centroids.layout import Clusters, gather_centroids
 from videokv.kernels.assign_centroids.starts import (
     draw_tokens,
     label_means,
     spread_tokens,
 )
 
-__all__ = ["MAX_CENTROIDS", "cluster", "draw_tokens", "label_means", "nearest", "spread_tokens"]
+__all__ = [
+    "MAX_CENTROIDS",
+    "Clusters",
+    "cluster",
+    "draw_tokens",
+    "gather_centroids",
+    "label_means",
+    "nearest",
+    "spread_tokens",
+]
 
 MAX_CENTROIDS = 256  # labels are stored in one byte
 

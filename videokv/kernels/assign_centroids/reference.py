@@ -41,7 +41,7 @@ def _nearest_centred(x: Tensor, centroids: Tensor, *, count: int) -> Tensor:
 
 
 def _smallest(scores: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` smallest scores, ties to the lower index (topk promises no order)."""
+    """Indices of the ``count`` smallest scores, ties to the lower (topk promises none)."""
     found = []
     for _ in range(count - 1):
         found.append(scores.argmin(-1, keepdim=True))
