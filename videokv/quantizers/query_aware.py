@@ -27,7 +27,7 @@ from videokv.quantizers.centroid_residual import (
     Start,
     previous_clusters,
 )
-from videokv.quantizers.subspace import Subspace
+from videokv.quantizers.subspace import Subspace, check_moment
 from videokv.tensors import GroupFormat, require_finite
 
 BITS = 2
@@ -160,10 +160,7 @@ class QueryAware:
 
     def _reassigned(self, x: Tensor, clusters: Clusters, moment: Tensor) -> Clusters:
         """The same centroids, labels by Eq. 12 among the nearest by Eq. 9."""
-        if moment.shape[-1] != x.shape[-1]:
-            raise ValueError(
-                f"query_moment {tuple(moment.shape)} does not match keys {tuple(x.shape)}"
-            )
+        check_moment(moment, x)
         weights = _channel_weights(moment)
         lens = weights.sqrt().diag_embed() if self.metric == "diagonal" else _root(moment)
         group_weights = weights.unflatten(-1, (-1, self.group_size)).sum(-1)  # [B, H, G]

@@ -139,14 +139,20 @@ class Subspace:
         moment = context.query_moment
         if moment is None:
             return SubspaceChunk(packed, None)
-        expected = (*x.shape[:2], x.shape[3], x.shape[3])
-        if tuple(moment.shape) != expected:
-            raise ValueError(
-                f"query_moment must be [B, Hkv, D, D] {expected}, got {tuple(moment.shape)}"
-            )
+        check_moment(moment, x)
         error = x.float() - packed.decode(torch.float32)
         basis = principal_directions(moment, rank=self.rank)
         return SubspaceChunk(packed, fit_repair(error, basis, moment))
+
+
+def check_moment(moment: Tensor, x: Tensor) -> None:
+    """Raise ValueError where ``moment`` is not ``[B, H, D, D]`` of the keys ``x``."""
+    expected = (*x.shape[:2], x.shape[3], x.shape[3])
+    if tuple(moment.shape) != expected:
+        raise ValueError(
+            f"query_moment must be [B, Hkv, D, D] {expected} for keys {tuple(x.shape)}, "
+            f"got {tuple(moment.shape)}"
+        )
 
 
 def principal_directions(moment: Tensor, *, rank: int) -> Tensor:
