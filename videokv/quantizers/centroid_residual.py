@@ -28,6 +28,7 @@ from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers import register
 from videokv.quantizers.groupwise import GroupedChunk
+from videokv.quantizers.inputs import checked
 from videokv.tensors import GroupFormat
 
 Start = Literal["previous_centroids", "previous_labels", "spread", "random"]
@@ -152,6 +153,7 @@ class CentroidResidual:
 
     def encode(self, x: Tensor, context: EncodeContext) -> CentroidChunk:
         """Cluster ``[B, H, T, D]`` stage by stage, then quantize the residual."""
+        x = checked(x)
         self.check(x.shape[-1])
         before = previous_clusters(context)
         found: list[Clusters] = []

@@ -24,6 +24,7 @@ from videokv.kernels.pack_codes import pack, unpack
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
+from videokv.quantizers.inputs import checked
 from videokv.tensors import E4M3, E4M3_MAX, require_finite
 
 E2M1_MAX = 6.0
@@ -140,6 +141,7 @@ class FloatQuantizer:
 
     def encode(self, x: Tensor, context: EncodeContext) -> FloatChunk:
         """Pack ``[B, H, T, D]``. Synchronises once; ValueError names the layer where not finite."""
+        x = checked(x)
         self.check(x.shape[-1])
         groups = x.float().unflatten(-1, (-1, self.format.group(x.shape[-1])))
         peaks = groups.abs().amax(-1)  # [B, H, T, G]

@@ -27,6 +27,7 @@ from videokv.quantizers.centroid_residual import (
     Start,
     previous_clusters,
 )
+from videokv.quantizers.inputs import checked
 from videokv.quantizers.subspace import Subspace, check_moment
 from videokv.tensors import GroupFormat, require_finite
 
@@ -147,6 +148,7 @@ class QueryAware:
 
     def encode(self, x: Tensor, context: EncodeContext) -> CentroidChunk:
         """Cluster ``[B, H, T, D]``, choose centroids for the queries, quantize the residual."""
+        x = checked(x)
         self.check(x.shape[-1])
         tokens = x.float()
         before = previous_clusters(context)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
+from videokv.quantizers.inputs import checked
 
 CODE_TOP = 127
 HALF_TOP = 65504.0
@@ -129,6 +130,7 @@ class Subspace:
 
     def encode(self, x: Tensor, context: EncodeContext) -> SubspaceChunk:
         """Pack ``[B, H, T, D]`` keys. Synchronises once more than the inner quantizer."""
+        x = checked(x)
         self.check(x.shape[-1])
         if context.role != "key":
             raise ValueError("Subspace repairs keys (queries score them); wrap the key quantizer")
