@@ -161,6 +161,18 @@ def test_threads_change_nothing():
     assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_repeats_itself_and_agrees_with_the_cpu():
+    x = tokens(1, 3, 5000, 128)
+    start = spread_tokens(x, count=64, seed=0)
+    assert torch.equal(spread_tokens(x.cuda(), count=64, seed=0).cpu(), start)
+    runs = [cluster(x.cuda(), start.cuda(), iterations=2) for _ in range(3)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+    ids, centroids = cluster(x, start, iterations=2)
+    assert (runs[0][0].cpu() == ids).float().mean() > 0.999
+    torch.testing.assert_close(runs[0][1].cpu(), centroids, rtol=0, atol=0.05)
+
+
 def test_refusals_say_what_came():
     x = tokens(1, 1, 10, 8)
     with pytest.raises(ValueError, match="1..256"):

@@ -109,7 +109,7 @@ class CentroidChunk:
         """Residual plus centroids, added in float32: ``[B, H, T, D]``."""
         total = self.residual.decode(torch.float32)
         for clusters in self.clusters:
-            total = total + clusters.gather()
+            total.add_(clusters.gather())
         if dtype == torch.float16:
             total.clamp_(-65504.0, 65504.0)  # the error may carry a value past the largest input
         return total.to(dtype)
@@ -161,7 +161,8 @@ class CentroidResidual:
         for stage in range(self.stages):
             previous = before[stage] if stage < len(before) else None
             found.append(self.clustering.fit(residual, seed=context.seed, previous=previous))
-            residual = residual - found[-1].gather()
+            centroids = found[-1].gather()
+            residual = torch.sub(residual, centroids, out=centroids)
         return CentroidChunk(tuple(found), self._quantize(residual, context))
 
     def _quantize(self, residual: Tensor, context: EncodeContext) -> GroupedChunk:

@@ -193,7 +193,7 @@ def _element_codes(ratio: Tensor, format: FloatFormat) -> Tensor:
         return bounded.to(E4M3).view(torch.uint8)
     size = bounded.abs()
     octave = (size >= 2).float() + (size >= 4)  # spacing 0.5, 1, 2
-    index = (size * torch.exp2(1 - octave)).round_() + 2 * octave
+    index = size.mul_(torch.exp2(1 - octave)).round_().add_(octave, alpha=2)
     negative = (bounded < 0) & (index > 0)
     return (index + SIGN * negative).to(torch.uint8)
 

@@ -156,7 +156,8 @@ class QueryAware:
         clusters = self.clustering.fit(tokens, seed=context.seed, previous=previous)
         if self.metric != "none" and context.query_moment is not None:
             clusters = self._reassigned(tokens, clusters, context.query_moment)
-        residual = tokens - clusters.gather()
+        centroids = clusters.gather()
+        residual = torch.sub(tokens, centroids, out=centroids)
         packed = encode_two_level(residual, group_size=self.group_size, context=context)
         return CentroidChunk((clusters,), packed)
 
@@ -182,7 +183,9 @@ class QueryAware:
         near = near.sort(-1).values  # ties go to the lower label
         scores = []
         for label in near.unbind(-1):
-            groups = (x - gather_centroids(table, label)).unflatten(-1, (-1, self.group_size))
+            # Of the negative residual, whose range is the same.
+            residual = gather_centroids(table, label).sub_(x)
+            groups = residual.unflatten(-1, (-1, self.group_size))
             spread = groups.amax(-1) - groups.amin(-1)  # [B, H, T, G]
             scores.append((spread.square() * group_weights[:, :, None]).sum(-1))
         best = torch.stack(scores, -1).argmin(-1, keepdim=True)

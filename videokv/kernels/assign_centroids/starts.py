@@ -11,7 +11,7 @@ from torch import Tensor
 
 from videokv.kernels.assign_centroids.reference import means
 
-TOKENS_PER_CENTROID = 32  # k-means++ draws among so many evenly spaced tokens a centroid
+TOKENS_PER_CENTROID = 16  # k-means++ draws among so many evenly spaced tokens a centroid
 
 
 def draw_tokens(x: Tensor, *, count: int, seed: int) -> Tensor:
@@ -33,10 +33,10 @@ def spread_tokens(x: Tensor, *, count: int, seed: int) -> Tensor:
     ).tolist()
     first = int(uniforms[0] * tokens.shape[2])
     chosen = [tokens[:, :, first : first + 1]]
-    distances = (tokens - chosen[0]).square().sum(-1)
+    distances = _squared_distances(tokens, chosen[0])
     for uniform in uniforms[1:]:
         chosen.append(_draw(tokens, distances, uniform))
-        distances = torch.minimum(distances, (tokens - chosen[-1]).square().sum(-1))
+        distances = torch.minimum(distances, _squared_distances(tokens, chosen[-1]))
     return torch.cat(chosen, dim=2)
 
 
@@ -57,10 +57,15 @@ def _evenly_spaced(x: Tensor, *, limit: int) -> Tensor:
     return x.index_select(2, torch.arange(limit, device=x.device) * length // limit)
 
 
+def _squared_distances(tokens: Tensor, centre: Tensor) -> Tensor:
+    """``[B, H, T]``; by differences, so that equal tokens are exactly 0 apart."""
+    return (tokens - centre).square_().sum(-1)
+
+
 def _draw(tokens: Tensor, distances: Tensor, uniform: float) -> Tensor:
     """One token of each head ``[B, H, 1, D]``, with probability proportional to its distance."""
     # Integers add up to the same sum in any order; floats would not on a GPU. The largest distance
-    # becomes 2^40, so the sum over 2^13 tokens stays exact.
+    # becomes 2^40, so the sum over 2^12 tokens stays exact.
     largest = distances.amax(-1, keepdim=True).double()
     unit = torch.where(largest > 0, 2.0**40 / largest, torch.zeros_like(largest))
     steps = (distances.double() * unit).long().cumsum(-1)
