@@ -1,0 +1,236 @@
+"""Quant VideoGen: cluster the tokens of a chunk, quantize what the centroids leave over.
+
+    x^ = mu_1[z_1] + ... + mu_S[z_S] + Delta q
+
+Stage s clusters the residual of stage s - 1; only the last residual is quantized (2602.02958,
+semantic-aware smoothing and progressive residual quantization).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from videokv.kernels.assign_centroids import (
+    MAX_CENTROIDS,
+    Clusters,
+    cluster,
+    draw_tokens,
+    label_means,
+    spread_tokens,
+)
+from videokv.kernels.pack_codes import pack
+from videokv.kernels.quantize_groups import GroupedCodes, quantize_groups, reach, real_steps
+from videokv.noise import ScoreNoise
+from videokv.protocols import EncodeContext, Packed, Quantizer
+from videokv.quantizers import register
+from videokv.quantizers.groupwise import GroupedChunk
+from videokv.quantizers.inputs import checked
+from videokv.tensors import GroupFormat
+
+Start = Literal["previous_centroids", "previous_labels", "spread", "random"]
+STARTS = ("previous_centroids", "previous_labels", "spread", "random")
+
+
+def default_centroids(tokens: int) -> int:
+    """256 from 9,000 tokens on; below, the power of two nearest 256 N / 12150, at least 8.
+
+    So that centroids cost about a third of a bit an element whatever the chunk's length.
+    """
+    if tokens >= 9000:
+        return MAX_CENTROIDS
+    ideal = MAX_CENTROIDS * tokens / 12150
+    return min((8, 16, 32, 64, 128, 256), key=lambda power: abs(power - ideal))
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """Options of the k-means of one stage.
+
+    centroids: 1..256, or None for ``default_centroids`` of the chunk's length.
+    iterations: of Lloyd's algorithm, a fixed number.
+    start: ``previous_centroids`` (those of the chunk before), ``previous_labels`` (means of the new
+        tokens under the labels of the chunk before, which needs equal lengths), ``spread``
+        (k-means++) or ``random`` tokens. The first two fall back to what the chunk before allows:
+        labels to centroids where lengths differ, centroids to ``spread`` where there are none of
+        the same number.
+    """
+
+    centroids: int | None = None
+    iterations: int = 2
+    start: Start = "previous_centroids"
+
+    def __post_init__(self) -> None:
+        if self.centroids is not None and not 1 <= self.centroids <= MAX_CENTROIDS:
+            raise ValueError(
+                f"centroids must be 1..{MAX_CENTROIDS} (a label is one byte) or None, "
+                f"got {self.centroids!r}"
+            )
+        if self.iterations < 1:
+            raise ValueError(f"iterations must be at least 1, got {self.iterations!r}")
+        if self.start not in STARTS:
+            raise ValueError(f"start must be one of {STARTS}, got {self.start!r}")
+
+    def fit(self, x: Tensor, *, seed: int, previous: Clusters | None) -> Clusters:
+        """Cluster ``[B, H, T, D]``; ``previous`` is the same stage of the chunk before."""
+        start = self._start(x, seed, previous)
+        ids, table = cluster(x, start, iterations=self.iterations)
+        return Clusters(ids, table.to(torch.bfloat16))
+
+    def _start(self, x: Tensor, seed: int, previous: Clusters | None) -> Tensor:
+        count = self.centroids or default_centroids(x.shape[2])
+        batch, heads, _, size = x.shape
+        fits = previous is not None and previous.table.shape == (batch, heads, count, size)
+        if self.start == "random":
+            return draw_tokens(x, count=count, seed=seed)
+        if self.start == "spread" or previous is None or not fits:
+            return spread_tokens(x, count=count, seed=seed)
+        if self.start == "previous_labels" and previous.ids.shape == x.shape[:3]:
+            return label_means(x, previous.ids, fallback=previous.table)
+        return previous.table
+
+
+@dataclass(frozen=True, eq=False)
+class CentroidChunk:
+    """A packed chunk: the clusters of each stage and the packed last residual."""
+
+    clusters: tuple[Clusters, ...]
+    residual: Packed
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, T, D) of the tensor that was encoded."""
+        return self.residual.shape
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Residual plus centroids, added in float32: ``[B, H, T, D]``."""
+        total = self.residual.decode(torch.float32)
+        for clusters in self.clusters:
+            total.add_(clusters.gather())
+        if dtype == torch.float16:
+            total.clamp_(-65504.0, 65504.0)  # the error may carry a value past the largest input
+        return total.to(dtype)
+
+    def noise(self) -> tuple[ScoreNoise, ...]:
+        """That of the residual: centroids are exact and have no step."""
+        return self.residual.noise()
+
+
+@dataclass(frozen=True)
+class CentroidResidual:
+    """Quantizer of Quant VideoGen.
+
+    bits, group_size: of the residual, in groups along the channels, with E4M3 steps.
+    stages: how often the residual is clustered again (1; Pro: 4).
+    symmetric: codes around zero (at 2 bits: ternary), halves rounded away from zero, as published.
+        False stores each group's minimum as well (+16 / group_size bits, less than half the error
+        on Gaussian residuals).
+    clustering: k-means options.
+    """
+
+    bits: int = 2
+    group_size: int = 64
+    stages: int = 1
+    symmetric: bool = True
+    clustering: Clustering = Clustering()
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages!r}")
+        _ = self.format
+
+    @property
+    def format(self) -> GroupFormat:
+        """Of the last residual."""
+        return GroupFormat(self.bits, self.group_size, symmetric=self.symmetric)
+
+    def check(self, head_dim: int) -> None:
+        """Raise ValueError where groups do not divide the head."""
+        self.format.check_head_dim(head_dim)
+
+    def encode(self, x: Tensor, context: EncodeContext) -> CentroidChunk:
+        """Cluster ``[B, H, T, D]`` stage by stage, then quantize the residual."""
+        x = checked(x)
+        self.check(x.shape[-1])
+        before = previous_clusters(context)
+        found: list[Clusters] = []
+        residual = x.float()
+        for stage in range(self.stages):
+            previous = before[stage] if stage < len(before) else None
+            found.append(self.clustering.fit(residual, seed=context.seed, previous=previous))
+            centroids = found[-1].gather()
+            residual = torch.sub(residual, centroids, out=centroids)
+        return CentroidChunk(tuple(found), self._quantize(residual, context))
+
+    def _quantize(self, residual: Tensor, context: EncodeContext) -> GroupedChunk:
+        grouped = quantize_groups(
+            residual, format=self.format, what=f"{context.role}s", layer=context.layer
+        )
+        codes = _away_from_zero(residual, grouped, self.format) if self.symmetric else grouped.codes
+        return GroupedChunk(
+            packed=pack(codes, bits=self.bits),
+            steps=grouped.steps,
+            zeros=grouped.zeros,
+            normaliser=grouped.normaliser,
+            format=self.format,
+            head_dim=residual.shape[-1],
+        )
+
+
+def _away_from_zero(residual: Tensor, grouped: GroupedCodes, format: GroupFormat) -> Tensor:
+    """The symmetric codes of ``residual`` with halves rounded away from zero (uint8, shifted)."""
+    step = real_steps(grouped.steps, grouped.normaliser).unsqueeze(-1)
+    ratio = residual.unflatten(-1, (-1, format.group_size)) / torch.where(step > 0, step, torch.inf)
+    whole = ratio.trunc()
+    codes = whole + (ratio - whole).mul_(2).trunc_()
+    bound = reach(format.bits)
+    return codes.clamp_(-bound, bound).add_(bound).to(torch.uint8).flatten(-2)
+
+
+def previous_clusters(context: EncodeContext) -> tuple[Clusters, ...]:
+    """The clusters of the chunk before, if it had any."""
+    previous = context.previous
+    return previous.clusters if isinstance(previous, CentroidChunk) else ()
+
+
+@register("qvg", bits=(2, 4), summary="k-means centroids and a symmetric residual (Quant VideoGen)")
+def build_qvg(
+    bits: int,
+    *,
+    group_size: int = 64,
+    stages: int = 1,
+    symmetric: bool = True,
+    centroids: int | None = None,
+    iterations: int = 2,
+    start: Start = "previous_centroids",
+) -> tuple[Quantizer, Quantizer]:
+    """Keys and values alike; the options are those of ``CentroidResidual`` and ``Clustering``."""
+    clustering = Clustering(centroids, iterations, start)
+    quantizer = CentroidResidual(bits, group_size, stages, symmetric, clustering)
+    return quantizer, quantizer
+
+
+@register("qvg-pro", bits=(2, 4), summary="Quant VideoGen with four stages and groups of 16")
+def build_qvg_pro(
+    bits: int,
+    *,
+    group_size: int = 16,
+    stages: int = 4,
+    symmetric: bool = True,
+    centroids: int | None = None,
+    iterations: int = 2,
+    start: Start = "previous_centroids",
+) -> tuple[Quantizer, Quantizer]:
+    """As ``build_qvg`` with the published Pro settings as defaults."""
+    return build_qvg(
+        bits,
+        group_size=group_size,
+        stages=stages,
+        symmetric=symmetric,
+        centroids=centroids,
+        iterations=iterations,
+        start=start,
+    )

@@ -1,0 +1,228 @@
+"""QuantWM's quantizer: clusters chosen for what the queries see (QSAC), two-level steps.
+
+Query-sensitivity-aware clustering (2609.26425, Eq. 6-12): k-means as in Quant VideoGen, then each
+key takes, among the few centroids that are nearest in the queries' metric, the one whose residual
+has the smallest range where queries are large. Then 2-bit codes around an integer zero point, with
+one FP16 scale a head and one byte a group:
+
+    Delta = c s2,   x^ = mu[z] + Delta (q - zero),   q, zero in 0..3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from videokv.kernels.assign_centroids import Clusters, gather_centroids, nearest
+from videokv.kernels.pack_codes import pack, unpack
+from videokv.noise import QueryMap, ScoreNoise
+from videokv.protocols import EncodeContext, Quantizer
+from videokv.quantizers import register
+from videokv.quantizers.centroid_residual import (
+    CentroidChunk,
+    Clustering,
+    Start,
+    previous_clusters,
+)
+from videokv.quantizers.inputs import checked
+from videokv.quantizers.subspace import Subspace, check_moment
+from videokv.tensors import GroupFormat, require_finite
+
+BITS = 2
+TOP = (1 << BITS) - 1  # codes and zero points are 0..3
+LARGEST_RANGE = 65504.0 * 255 * TOP  # beyond it the FP16 scale of a head would overflow
+BLOCK_ELEMENTS = 1 << 24  # float32 elements of residuals tried at once (64 MiB)
+
+Metric = Literal["diagonal", "full", "none"]
+
+
+@dataclass(frozen=True, eq=False)
+class TwoLevelChunk:
+    """2-bit codes ``[B, H, T, D]`` in groups along the channels.
+
+    packed: uint8 ``[B, H, bytes]``, the codes of all tokens in a row; zeros likewise, one a group.
+    steps: uint8 ``[B, H, T, G]``, 0 where a group is all zero; scale: float16 ``[B, H, 1, 1]``.
+    """
+
+    packed: Tensor
+    zeros: Tensor
+    steps: Tensor
+    scale: Tensor
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, T, D) of the tensor that was encoded."""
+        batch, heads, tokens, groups = self.steps.shape
+        return batch, heads, tokens, groups * self.group_size
+
+    def real_steps(self) -> Tensor:
+        """Delta in float32 ``[B, H, T, G]``."""
+        return self.steps.float() * self.scale.float()
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Reconstruct ``[B, H, T, D]``; the arithmetic is float32."""
+        batch, heads, tokens, size = self.shape
+        groups = self.steps.shape[3]
+        codes = unpack(self.packed, bits=BITS, count=tokens * size).float()
+        zeros = unpack(self.zeros, bits=BITS, count=tokens * groups).float()
+        codes = codes.view(batch, heads, tokens, groups, self.group_size)
+        steps = self.real_steps().unsqueeze(-1)
+        codes.sub_(zeros.view_as(steps)).mul_(steps)
+        return codes.view(batch, heads, tokens, size).to(dtype)
+
+    def noise(self) -> tuple[ScoreNoise, ...]:
+        """Delta^2, one feature a group."""
+        return (ScoreNoise(self.real_steps().square(), QueryMap(self.group_size)),)
+
+
+def encode_two_level(x: Tensor, *, group_size: int, context: EncodeContext) -> TwoLevelChunk:
+    """Pack float32 ``[B, H, T, D]``. Synchronises once.
+
+    Raises ValueError naming the layer where it is not finite or a group's range is beyond 5e7,
+    which the FP16 scale cannot hold.
+    """
+    groups = x.unflatten(-1, (-1, group_size))
+    # The grid must hold 0, for its zero point is one of its codes.
+    low = groups.amin(-1, keepdim=True).clamp(max=0)
+    span = groups.amax(-1, keepdim=True).clamp(min=0) - low
+    _require_span(span, x, context)
+    ideal = span / TOP
+    smallest = torch.finfo(torch.float16).smallest_normal * 2.0**-10
+    scale = (ideal.amax((2, 3), keepdim=True) / 255).clamp(min=smallest).half()  # [B, H, 1, 1, 1]
+    steps = (ideal / scale.float()).round_().clamp_(1, 255).mul_(span > 0)
+    divisor = torch.where(steps > 0, steps * scale.float(), torch.inf)
+    zeros = (-low / divisor).round_().clamp_(0, TOP)
+    codes = (groups / divisor).round_().add_(zeros).clamp_(0, TOP)
+    return TwoLevelChunk(
+        packed=pack(codes.to(torch.uint8).flatten(2), bits=BITS),
+        zeros=pack(zeros.to(torch.uint8).flatten(2), bits=BITS),
+        steps=steps.to(torch.uint8).squeeze(-1),
+        scale=scale.squeeze(-1),
+        group_size=group_size,
+    )
+
+
+def _require_span(span: Tensor, x: Tensor, context: EncodeContext) -> None:
+    widest = float(span.amax())
+    if widest <= LARGEST_RANGE:
+        return
+    require_finite(x, what=f"{context.role}s", layer=context.layer)
+    raise ValueError(
+        f"{context.role}s of layer {context.layer} span {widest:.3g} within a group after their "
+        f"centroids are taken off; two-level steps hold {LARGEST_RANGE:.1e}: check the model's "
+        "inputs, or use the qvg family"
+    )
+
+
+@dataclass(frozen=True)
+class QueryAware:
+    """QuantWM's quantizer without its compensation (``Subspace`` adds that).
+
+    group_size: channels that share a step.
+    candidates: how many centroids are tried for each token.
+    metric: of the candidates' distance: ``diagonal`` of the mean of q q^T (published default), the
+        ``full`` matrix, or ``none``: labels stay those of k-means (values). Before the first
+        queries are known, labels stay too.
+    clustering: k-means options.
+    """
+
+    group_size: int = 64
+    candidates: int = 4
+    metric: Metric = "diagonal"
+    clustering: Clustering = Clustering()
+
+    def __post_init__(self) -> None:
+        if self.candidates < 1:
+            raise ValueError(f"candidates must be at least 1, got {self.candidates!r}")
+        if self.metric not in ("diagonal", "full", "none"):
+            raise ValueError(f"metric must be 'diagonal', 'full' or 'none', got {self.metric!r}")
+        _ = GroupFormat(BITS, self.group_size)
+
+    def check(self, head_dim: int) -> None:
+        """Raise ValueError where groups do not divide the head."""
+        GroupFormat(BITS, self.group_size).check_head_dim(head_dim)
+
+    def encode(self, x: Tensor, context: EncodeContext) -> CentroidChunk:
+        """Cluster ``[B, H, T, D]``, choose centroids for the queries, quantize the residual."""
+        x = checked(x)
+        self.check(x.shape[-1])
+        tokens = x.float()
+        before = previous_clusters(context)
+        previous = before[0] if before else None
+        clusters = self.clustering.fit(tokens, seed=context.seed, previous=previous)
+        if self.metric != "none" and context.query_moment is not None:
+            clusters = self._reassigned(tokens, clusters, context.query_moment)
+        centroids = clusters.gather()
+        residual = torch.sub(tokens, centroids, out=centroids)
+        packed = encode_two_level(residual, group_size=self.group_size, context=context)
+        return CentroidChunk((clusters,), packed)
+
+    def _reassigned(self, x: Tensor, clusters: Clusters, moment: Tensor) -> Clusters:
+        """The same centroids, labels by Eq. 12 among the nearest by Eq. 9."""
+        check_moment(moment, x)
+        weights = _channel_weights(moment)
+        lens = weights.sqrt().diag_embed() if self.metric == "diagonal" else _root(moment)
+        group_weights = weights.unflatten(-1, (-1, self.group_size)).sum(-1)  # [B, H, G]
+        table = clusters.table.float()
+        seen_table = table @ lens
+        count = min(self.candidates, table.shape[2])
+        labels = []
+        for part in x.split(max(1, BLOCK_ELEMENTS // x[:, :, 0].numel()), dim=2):
+            near = nearest(part @ lens, seen_table, count=count)
+            labels.append(self._smallest_range(part, table, near, group_weights))
+        return Clusters(torch.cat(labels, 2).to(torch.uint8), clusters.table)
+
+    def _smallest_range(
+        self, x: Tensor, table: Tensor, near: Tensor, group_weights: Tensor
+    ) -> Tensor:
+        """Of the candidates ``[B, H, T, M]``, the label with the smallest score ``[B, H, T]``."""
+        near = near.sort(-1).values  # ties go to the lower label
+        scores = []
+        for label in near.unbind(-1):
+            # Of the negative residual, whose range is the same.
+            residual = gather_centroids(table, label).sub_(x)
+            groups = residual.unflatten(-1, (-1, self.group_size))
+            spread = groups.amax(-1) - groups.amin(-1)  # [B, H, T, G]
+            scores.append((spread.square() * group_weights[:, :, None]).sum(-1))
+        best = torch.stack(scores, -1).argmin(-1, keepdim=True)
+        return near.gather(-1, best)[..., 0]
+
+
+def _channel_weights(moment: Tensor) -> Tensor:
+    """Eq. 8: mean squared query of each channel over the mean of all, ``[B, H, D]`` float32."""
+    diagonal = moment.float().diagonal(dim1=-2, dim2=-1).clamp(min=0)
+    mean = diagonal.mean(-1, keepdim=True)
+    return torch.where(mean > 0, diagonal / mean, 1.0)
+
+
+def _root(moment: Tensor) -> Tensor:
+    """R ``[B, H, D, D]`` with R R^T = M / mean(diag M): distances after it are the full metric."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    scale = moment.double().diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    values = values.clamp(min=0) / torch.where(scale > 0, scale, 1.0)
+    return (vectors * values.sqrt()[..., None, :]).float()
+
+
+@register("quantwm", bits=(BITS,), summary="query-aware clusters, principal-subspace repair")
+def build_quantwm(
+    bits: int,
+    *,
+    group_size: int = 64,
+    rank: int = 8,
+    candidates: int = 4,
+    metric: Metric = "diagonal",
+    centroids: int | None = None,
+    iterations: int = 2,
+    start: Start = "previous_centroids",
+) -> tuple[Quantizer, Quantizer]:
+    """Keys: QSAC and PSAC of ``rank`` (0: without); values: plain k-means, the same codes."""
+    if bits != BITS:
+        raise ValueError(f"quantwm has {BITS}-bit codes only, got bits={bits!r}")
+    clustering = Clustering(centroids, iterations, start)
+    keys = QueryAware(group_size, candidates, metric, clustering)
+    values = QueryAware(group_size, 1, "none", clustering)
+    return (Subspace(keys, rank) if rank else keys), values

@@ -1,0 +1,218 @@
+"""QuantWM's repair (PSAC): what is left of a key's error where queries are large, kept in 8 bits.
+
+    E = K - K^0,  U = top eigenvectors of M = mean of q q^T,  C = E U,  K^ = K^0 + C U^T
+
+(2609.26425, Eq. 13-17). It wraps any quantizer of keys. The noise that stays is that of K^0
+projected off U, so the correction must see projected queries; that of the plain query is 3 times
+too large and nearly as bad as none, which is why it cannot be had here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from videokv.noise import ScoreNoise
+from videokv.protocols import EncodeContext, Packed, Quantizer
+from videokv.quantizers.inputs import checked
+
+CODE_TOP = 127
+HALF_TOP = 65504.0
+PLACE_LIMIT = 1 << 16  # token indices below it are stored in 16 bits
+
+
+@dataclass(frozen=True, eq=False)
+class Repair:
+    """The low-rank part of a chunk.
+
+    basis: bfloat16 ``[B, H, D, r]``; codes: int8 ``[B, H, N, r]``; scales: float16
+    ``[B, H, N, 1]``, 0 for a row that is not repaired. Dense: N = T. Sparse: rows of the tokens
+    ``places`` ``[B, H, N]`` (16 bits as int16, or int32), filled up with rows of scale 0.
+    complete: whether every token of every head is repaired.
+    """
+
+    basis: Tensor
+    codes: Tensor
+    scales: Tensor
+    places: Tensor | None
+    complete: bool
+
+    def coefficients(self, tokens: int) -> Tensor:
+        """C as stored, float32 ``[B, H, T, r]``."""
+        return self._spread(self.codes.float() * self.scales.float(), tokens)
+
+    def kept(self, tokens: int) -> Tensor:
+        """1 for repaired tokens, else 0: float32 ``[B, H, T, 1]``."""
+        return self._spread((self.scales > 0).float(), tokens)
+
+    def added_to(self, keys: Tensor) -> Tensor:
+        """``keys`` ``[B, H, T, D]`` plus C U^T, float32."""
+        batch, heads, tokens, size = keys.shape
+        coefficients = self.coefficients(tokens).reshape(batch * heads, tokens, -1)
+        basis = self.basis.float().reshape(batch * heads, size, -1)
+        flat = keys.reshape(batch * heads, tokens, size)
+        return torch.baddbmm(flat, coefficients, basis.mT).reshape(keys.shape)
+
+    def _spread(self, rows: Tensor, tokens: int) -> Tensor:
+        if self.places is None:
+            return rows
+        places = self.places.long()
+        if self.places.dtype == torch.int16:
+            places = places & (PLACE_LIMIT - 1)
+        out = rows.new_zeros(*rows.shape[:2], tokens, rows.shape[3])
+        # Only fillers share a place, and they add zeros: the order of additions is no matter.
+        return out.scatter_add_(2, places[..., None].expand_as(rows), rows)
+
+
+@dataclass(frozen=True, eq=False)
+class SubspaceChunk:
+    """Keys of the inner quantizer and their repair; None where no query was known yet."""
+
+    inner: Packed
+    repair: Repair | None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, T, D) of the tensor that was encoded."""
+        return self.inner.shape
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Reconstruct ``[B, H, T, D]``; the repair is added in float32."""
+        if self.repair is None:
+            return self.inner.decode(dtype)
+        keys = self.repair.added_to(self.inner.decode(torch.float32))
+        if dtype == torch.float16:
+            keys.clamp_(-HALF_TOP, HALF_TOP)  # the error may carry a key past the largest input
+        return keys.to(dtype)
+
+    def noise(self) -> tuple[ScoreNoise, ...]:
+        """The inner noise seen by queries projected off the basis.
+
+        Rows without repair keep the plain noise: a second term, only where there are such rows.
+        The noise of the 8-bit coefficients is left out: below 1e-4 of the whole.
+        """
+        plain = self.inner.noise()
+        if self.repair is None:
+            return plain
+        projected = tuple(
+            replace(term, query_map=replace(term.query_map, basis=self.repair.basis))
+            for term in plain
+        )
+        if self.repair.complete:
+            return projected
+        kept = self.repair.kept(self.shape[2])
+        return (
+            *(term.scaled(kept) for term in projected),
+            *(term.scaled(1 - kept) for term in plain),
+        )
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Repairs the keys of ``inner`` in the ``rank`` directions where past queries are largest."""
+
+    inner: Quantizer
+    rank: int = 8
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank!r}; use inner alone for 0")
+        if isinstance(self.inner, Subspace):
+            raise ValueError("a Subspace cannot repair another; raise its rank instead")
+
+    def check(self, head_dim: int) -> None:
+        """Raise ValueError where the head has fewer channels than ``rank``."""
+        if self.rank > head_dim:
+            raise ValueError(f"rank {self.rank} is larger than head_dim {head_dim}")
+        self.inner.check(head_dim)
+
+    def encode(self, x: Tensor, context: EncodeContext) -> SubspaceChunk:
+        """Pack ``[B, H, T, D]`` keys. Synchronises once more than the inner quantizer."""
+        x = checked(x)
+        self.check(x.shape[-1])
+        if context.role != "key":
+            raise ValueError("Subspace repairs keys (queries score them); wrap the key quantizer")
+        previous = context.previous
+        if isinstance(previous, SubspaceChunk):
+            previous = previous.inner
+        packed = self.inner.encode(x, replace(context, previous=previous))
+        moment = context.query_moment
+        if moment is None:
+            return SubspaceChunk(packed, None)
+        check_moment(moment, x)
+        error = x.float() - packed.decode(torch.float32)
+        basis = principal_directions(moment, rank=self.rank)
+        return SubspaceChunk(packed, fit_repair(error, basis, moment))
+
+
+def check_moment(moment: Tensor, x: Tensor) -> None:
+    """Raise ValueError where ``moment`` is not ``[B, H, D, D]`` of the keys ``x``."""
+    expected = (*x.shape[:2], x.shape[3], x.shape[3])
+    if tuple(moment.shape) != expected:
+        raise ValueError(
+            f"query_moment must be [B, Hkv, D, D] {expected} for keys {tuple(x.shape)}, "
+            f"got {tuple(moment.shape)}"
+        )
+
+
+def principal_directions(moment: Tensor, *, rank: int) -> Tensor:
+    """The ``rank`` eigenvectors of ``[B, H, D, D]`` with the largest eigenvalues, BF16.
+
+    In float64, though BF16 is kept: float32 eigenvectors change with the number of threads. Each
+    vector's largest entry is made positive, for a sign is free.
+    """
+    vectors = torch.linalg.eigh(moment.double()).eigenvectors[..., -rank:].flip(-1)
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return (vectors * largest.sign()).to(torch.bfloat16)
+
+
+def fit_repair(error: Tensor, basis: Tensor, moment: Tensor) -> Repair | None:
+    """Code C = E U, keep the rows that it helps, in the smaller layout; None if it helps none.
+
+    error: float32 ``[B, H, T, D]``; basis: ``[B, H, D, r]``; moment: ``[B, H, D, D]``.
+    """
+    exact = error @ basis.float()
+    largest = exact.abs().amax(-1, keepdim=True)
+    scales = (largest / CODE_TOP).clamp(max=HALF_TOP).half()
+    divisor = torch.where(scales > 0, scales.float(), torch.inf)
+    codes = (exact / divisor).round_().clamp_(-CODE_TOP, CODE_TOP)
+    kept = _helps(error, codes * scales.float(), basis.float(), moment.float())  # [B, H, T]
+    scales = scales * kept.unsqueeze(-1)
+    codes = codes.mul_(kept.unsqueeze(-1)).to(torch.int8)
+    count = kept.sum(-1)
+    total, longest = torch.stack([count.sum(), count.amax()]).tolist()
+    if total == 0:
+        return None
+    dense = Repair(basis, codes, scales, None, complete=total == kept.numel())
+    return _sparse_if_smaller(dense, kept, longest)
+
+
+def _helps(error: Tensor, coefficients: Tensor, basis: Tensor, moment: Tensor) -> Tensor:
+    """Whether adding c U^T lowers e^T M e: -2 e^T M U c + c^T U^T M U c < 0, bool ``[B, H, T]``.
+
+    Exact for any basis; for true eigenvectors it is the paper's sum of lambda (C - sCq)^2.
+    """
+    seen = moment @ basis  # [B, H, D, r]
+    quadratic = coefficients @ (basis.mT @ seen) - 2 * (error @ seen)
+    return (quadratic * coefficients).sum(-1) < 0
+
+
+def _sparse_if_smaller(dense: Repair, kept: Tensor, longest: int) -> Repair:
+    """Rows of repaired tokens only, where they and their indices take fewer bytes."""
+    tokens, rank = dense.codes.shape[2:]
+    place_type = torch.int16 if tokens <= PLACE_LIMIT else torch.int32
+    row_bytes = rank + 2
+    if longest * (row_bytes + place_type.itemsize) >= tokens * row_bytes:
+        return dense
+    # Kept tokens first, in their order; a head with fewer is filled up with rows of scale 0.
+    places = torch.sort(kept.byte(), dim=-1, descending=True, stable=True).indices[..., :longest]
+    rows = places.unsqueeze(-1)
+    return Repair(
+        basis=dense.basis,
+        codes=dense.codes.gather(2, rows.expand(-1, -1, -1, rank)),
+        scales=dense.scales.gather(2, rows),
+        places=places.to(place_type),
+        complete=False,
+    )
