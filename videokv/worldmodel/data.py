@@ -163,7 +163,7 @@ def _open_game(folder: str) -> Any:
     """A running game without HUD, weapon or window; its settings file lives in ``folder``."""
     vizdoom = require_vizdoom()
     game = vizdoom.DoomGame()
-    root = Path(vizdoom.__file__).parent
+    root = Path(vizdoom.__path__[0])
     game.load_config(str(root / "scenarios" / "my_way_home.cfg"))
     # The level takes its textures from Freedoom 2; Freedoom 1 is never read.
     game.set_doom_game_path(str(root / "freedoom2.wad"))

@@ -64,8 +64,7 @@ class TrainingOptions:
         if (self.minutes is None) == (self.steps is None):
             raise ValueError(f"give one of minutes and steps, got {self.minutes} and {self.steps}")
         positive = ("batch", "peak_learning_rate", "warmup_steps", "clip_norm", "t_std")
-        positive += ("log_seconds", "checkpoint_seconds")
-        for name in (*positive, "minutes", "steps"):
+        for name in (*positive, "log_seconds", "checkpoint_seconds", "minutes", "steps"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -305,7 +304,9 @@ def _steps(
     device = next(run.model.parameters()).device
     mask = teacher_forcing_mask(run.model.config, device)
     compiled = options.compile and device.type == "cuda"
-    loss_of = torch.compile(training_loss, dynamic=False) if compiled else training_loss
+    loss_of: Callable[..., Tensor] = (
+        torch.compile(training_loss, dynamic=False) if compiled else training_loss
+    )
     parameters = list(run.model.parameters())
     report = _Report(run, options, say)
     saved = time.monotonic()
