@@ -72,6 +72,15 @@ class Results:
     def summary(self) -> tuple[Summary, ...]:
         return summarize(self.rows)
 
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.recipe for row in self.rows))
+
+    def find(self, recipe: str, metric: str) -> Summary | None:
+        """The summary of one recipe and metric, None where no case has it."""
+        chosen = [r for r in self.rows if r.recipe == recipe and r.metric == metric]
+        return summarize(chosen)[0] if chosen else None
+
     def as_json(self) -> dict[str, Any]:
         return {
             "study": self.study,

@@ -1,0 +1,128 @@
+"""report.html: one file with video, plots and table inside, nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from videokv.report import plots
+from videokv.report.findings import best_low_bit, caution, findings, headline
+from videokv.report.style import colour_of, dash_of
+from videokv.studies.demo import REFERENCE, DemoRun
+from videokv.studies.results import Results, write_bytes
+
+MAX_PAGE_BYTES = 30_000_000
+
+# metric → (heading, unit, digits, factor)
+COLUMNS: dict[str, tuple[str, str, int, float]] = {
+    "bits_per_element": ("Bits", "per element", 2, 1),
+    "ratio": ("Smaller", "×", 2, 1),
+    "held_bytes": ("Held", "MB a clip", 2, 1e-6),
+    "psnr_db": ("PSNR", "dB to BF16", 2, 1),
+    "ssim": ("SSIM", "to BF16", 4, 1),
+    "cached_mass": ("Cached mass", "%", 2, 100),
+    "sharpness": ("Sharpness", "×1000", 2, 1000),
+    "seconds_per_chunk": ("Time", "s a chunk", 2, 1),
+}
+
+
+def write_page(path: Path, run: DemoRun, *, video: bytes) -> None:
+    """Write the report of a finished demo, whole or not at all.
+
+    Raises ValueError where the page would pass 30 MB.
+    """
+    page = build_page(run, video=video).encode()
+    if len(page) > MAX_PAGE_BYTES:
+        raise ValueError(
+            f"the report would take {len(page) / 1e6:.0f} MB, more than {MAX_PAGE_BYTES / 1e6:.0f}; "
+            "run fewer recipes"
+        )
+    write_bytes(path, page)
+
+
+def build_page(run: DemoRun, *, video: bytes) -> str:
+    """The report as one HTML document; all text that comes from outside is escaped."""
+    results, settings = run.results, run.settings
+    top = headline(results)
+    curves = run.curves["psnr_db_by_frame"]
+    return Template(_resource("page.html")).substitute(
+        css=_resource("page.css"),
+        js=_resource("page.js"),
+        title=escape(top.title),
+        lead=escape(top.text),
+        tiles="\n".join(
+            f"<div><dd>{escape(figure)}</dd><dt>{escape(what)}</dt></div>"
+            for figure, what in top.tiles
+        ),
+        caution=escape(caution(settings.clips)),
+        video=base64.b64encode(video).decode(),
+        psnr_plot=plots.psnr_by_frame(curves, results.recipes),
+        band=escape(plots.band_note(settings.clips)),
+        mass_plot=plots.mass_by_layer(run.curves["cached_mass_by_layer"], results.recipes),
+        table=_table(results),
+        findings="\n".join(
+            f"<section><h3>{escape(f.title)}</h3><p>{escape(f.text)}</p></section>"
+            for f in findings(results, curves)  # type: ignore[arg-type]
+        ),
+        facts=_facts(run),
+        command=escape(results.command),
+    )
+
+
+def _table(results: Results) -> str:
+    head = "".join(
+        f'<th scope="col" aria-sort="none"><button type="button">{escape(name)}'
+        f"<small>{escape(unit)}</small></button></th>"
+        for name, unit, _, _ in COLUMNS.values()
+    )
+    best = best_low_bit(results)
+    body = "\n".join(_table_row(results, recipe, best=recipe == best) for recipe in results.recipes)
+    return (
+        '<table><thead><tr><th scope="col" aria-sort="none"><button type="button">Recipe'
+        f"</button></th>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _table_row(results: Results, recipe: str, *, best: bool) -> str:
+    mark = (
+        f'<i style="border-top:3px {dash_of(recipe)} {colour_of(recipe, results.recipes)}"></i>'
+    )
+    cells = "".join(_cell(results, recipe, metric) for metric in COLUMNS)
+    kind = ' class="best"' if best else ""
+    return (
+        f'<tr{kind}><th scope="row" data-value="{escape(recipe)}">{mark}{escape(recipe)}</th>'
+        f"{cells}</tr>"
+    )
+
+
+def _cell(results: Results, recipe: str, metric: str) -> str:
+    line = results.find(recipe, metric)
+    if line is None:
+        what = "reference" if recipe == REFERENCE else "–"
+        return f'<td class="none">{what}</td>'
+    _, _, digits, factor = COLUMNS[metric]
+    error = line.printed_sem
+    spread = "" if error is None else f"<small> ± {error * factor:.{digits}f}</small>"
+    return f'<td data-value="{line.mean!r}">{line.mean * factor:.{digits}f}{spread}</td>'
+
+
+def _facts(run: DemoRun) -> str:
+    settings, results = run.settings, run.results
+    played = settings.clips - run.shipped_clips
+    clips = f"{run.shipped_clips} shipped" + (f", {played} played by ViZDoom" if played else "")
+    facts: Sequence[tuple[str, str]] = (
+        ("Clips", f"{settings.clips} ({clips})"),
+        ("Chunks", f"{settings.chunks} of 3 frames, after 6 frames of context"),
+        ("Seed", str(settings.seed)),
+        ("Device", results.device),
+        *((name.capitalize(), value) for name, value in results.versions.items()),
+    )
+    return "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
+
+
+def _resource(name: str) -> str:
+    return files("videokv.report").joinpath(name).read_text(encoding="utf-8")
