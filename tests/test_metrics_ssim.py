@@ -12,7 +12,7 @@ def clip(seed: int, height: int = 63, width: int = 80, frames: int = 17) -> np.n
 
 
 def test_identical_clips_are_one() -> None:
-    assert ssim(clip(0), clip(0)) == pytest.approx(1.0, abs=1e-12)
+    assert ssim(clip(0), clip(0)) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_against_an_independent_implementation() -> None:
@@ -33,7 +33,7 @@ def test_against_an_independent_implementation() -> None:
 def test_batches_of_frames_do_not_change_the_value() -> None:
     a, b = clip(0), clip(1)
     alone = [float(ssim_per_frame(a[i : i + 1], b[i : i + 1])) for i in range(len(a))]
-    assert ssim_per_frame(a, b).tolist() == pytest.approx(alone, abs=1e-12)
+    assert ssim_per_frame(a, b).tolist() == pytest.approx(alone, abs=1e-6)
 
 
 def test_the_smallest_frame_passes_and_a_smaller_one_is_refused() -> None:

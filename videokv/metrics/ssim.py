@@ -18,13 +18,14 @@ def ssim(frames: Frames, reference: Frames) -> float:
 
 
 def ssim_per_frame(frames: Frames, reference: Frames) -> Tensor:
-    """SSIM of each frame, float64 ``[T]``: the mean over RGB and pixels (Wang et al., 2004).
+    """SSIM of each frame, float32 ``[T]``: the mean over RGB and pixels (Wang et al., 2004).
 
     Raises ValueError on unequal shapes, values out of range, and frames under 11 pixels a side.
     """
     from torchmetrics.functional.image import structural_similarity_index_measure
 
-    x, y = unit_pair(frames, reference)
+    # float32 errs by 1e-6 here and is an order of magnitude faster than float64 on a CPU
+    x, y = (clip.float() for clip in unit_pair(frames, reference))
     height, width = x.shape[-2:]
     if min(height, width) < WINDOW_PIXELS:
         raise ValueError(

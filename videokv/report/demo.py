@@ -14,6 +14,7 @@ from videokv.studies.results import write_bytes
 from videokv.studies.rollout import CONTEXT_FRAMES
 
 MAX_VIDEO_CLIPS = 4
+PHONE_COLUMNS = 2
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,11 @@ def write_report(run: DemoRun) -> Report:
     """Write comparison.mp4 (the first four clips) and report.html beside results.json."""
     out = run.settings.out
     report = Report(page=out / "report.html", video=out / "comparison.mp4")
-    video = encode_video([scene_of(run, case) for case in run.cases[:MAX_VIDEO_CLIPS]])
+    scenes = [scene_of(run, case) for case in run.cases[:MAX_VIDEO_CLIPS]]
+    video = encode_video(scenes)
     write_bytes(report.video, video)
-    write_page(report.page, run, video=video)
+    narrow = encode_video(scenes, columns=PHONE_COLUMNS)
+    write_page(report.page, run, video=video, narrow_video=narrow)
     return report
 
 

@@ -27,8 +27,11 @@ MASS_EPSILON = 0.002  # a fifth of a percentage point: called the same
 
 @dataclass(frozen=True)
 class Finding:
+    """A heading, a paragraph, and a list where figures stand side by side."""
+
     title: str
     text: str
+    items: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,9 @@ def headline(results: Results) -> Headline:
     if gains and best != PLAIN:
         gain = mean_sem_n(gains)[0]
         text += f". Its video is {_closer(gain)} the BF16 video than that of plain {PLAIN}"
-        tiles.insert(1, (f"{gain:+.1f} dB", f"against plain {PLAIN}"))
-    return Headline(f"A {ratio:.1f}× smaller cache, {psnr:.1f} dB from BF16", text + ".",
-                    tuple(tiles))  # fmt: skip
+        tiles.insert(1, (f"{_signed(gain)} dB", f"against plain {PLAIN}"))
+    title = f"A {ratio:.1f}× smaller cache, and video that matches BF16 to {psnr:.1f} dB"
+    return Headline(title, text + ".", tuple(tiles))
 
 
 def findings(
@@ -99,10 +102,13 @@ def _rounding(results: Results) -> Finding | None:
     if fine is None or coarse is None:
         return None
     order = "loses" if coarse < fine else "does not lose"
+    change = paired_difference(
+        results.rows, metric="psnr_db", recipe=PLAIN, reference="rtn-4bit"
+    )
     text = (
         f"Plain rounding to 4 bits stays {fine:.1f} dB from the BF16 rollout; at 2 bits it is "
         f"{coarse:.1f} dB. Going from 4 to 2 bits {order} quality here: "
-        f"{_verdict(paired_difference(results.rows, metric='psnr_db', recipe=PLAIN, reference='rtn-4bit'))}."  # noqa: E501
+        f"{_verdict(change)}."
     )
     return Finding("What rounding alone does", text)
 
@@ -123,7 +129,8 @@ def _mass(results: Results) -> Finding | None:
     ]
     if others:
         name, shift = min(others, key=lambda item: abs(item[1]))
-        text += f" Of the corrected recipes, {name} comes closest to BF16 ({shift * 100:+.2f} points)"
+        points = f"{_signed(shift * 100, digits=2)} points"
+        text += f" Of the corrected recipes, {name} comes closest to BF16 ({points})"
         away = [n for n, s in others if s < -MASS_EPSILON]
         text += f"; {_join(away)} over-correct{_s(away)}, below BF16." if away else "."
     return Finding("Where attention goes", text)
@@ -146,9 +153,10 @@ def _changes(
             results.rows, metric="psnr_db", recipe=recipe, reference=reference
         )
         if gains:
-            lines.append(f"{recipe} against {reference}: {_verdict(gains)}")
-    return Finding(title, "In PSNR against BF16, clip by clip: " + "; ".join(lines) + ".") \
-        if lines else None  # fmt: skip
+            lines.append(f"{recipe} over {reference}: {_verdict(gains)}")
+    if not lines:
+        return None
+    return Finding(title, "PSNR against the BF16 video, clip by clip:", tuple(lines))
 
 
 def _correction_pairs(results: Results) -> list[tuple[str, str]]:
@@ -229,20 +237,26 @@ def caution(clips: int) -> str:
     if clips >= MIN_CASES_FOR_PRINTED_ERROR:
         return f"{clips} clips; ± is one standard error of the mean."
     what = "One clip is an example" if clips == 1 else f"{clips} clips are examples"
-    return f"{what}, not a measurement: no error bars. Run --clips 32 for figures to quote."
+    return f"{what}, not a measurement: no error bars. Ask for 32 clips for figures to quote."
 
 
 def _verdict(differences: Sequence[float]) -> str:
     """A paired difference in words, with what its number of cases allows."""
     mean, sem, n = mean_sem_n(differences)
+    change = _signed(mean)
     if n >= MIN_CASES_FOR_PRINTED_ERROR and sem is not None:
         clear = "" if abs(mean) > 2 * sem else ", too small for these clips to tell from zero"
-        return f"{mean:+.1f} ± {sem:.1f} dB (n = {n}){clear}"
+        return f"{change} ± {sem:.1f} dB (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{n}){clear}"
     if n == 1:
-        return f"{mean:+.1f} dB (one clip)"
+        return f"{change} dB (one clip)"
     same = sum(math.copysign(1, d) == math.copysign(1, mean) for d in differences)
-    agree = "in every clip" if same == n else f"with this sign in {same} of {n} clips only"
-    return f"{mean:+.1f} dB (n = {n}, {agree})" if same < n else f"{mean:+.1f} dB {agree} (n = {n})"
+    agree = "in every clip" if same == n else f"on average, with this sign in {same} clips only"
+    return f"{change} dB {agree} (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{n})"
+
+
+def _signed(value: float, *, digits: int = 1) -> str:
+    """With its sign; a true minus, which no line breaks after."""
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def _closer(gain: float) -> str:

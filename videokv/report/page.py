@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -10,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from videokv.report import plots
-from videokv.report.findings import best_low_bit, caution, findings, headline
+from videokv.report.findings import Finding, best_low_bit, caution, findings, headline
 from videokv.report.style import colour_of, dash_of
 from videokv.studies.demo import REFERENCE, DemoRun
 from videokv.studies.results import Results, write_bytes
@@ -19,32 +20,33 @@ MAX_PAGE_BYTES = 30_000_000
 
 # metric → (heading, unit, digits, factor)
 COLUMNS: dict[str, tuple[str, str, int, float]] = {
+    "psnr_db": ("PSNR", "dB to BF16", 2, 1),
+    "ssim": ("SSIM", "to BF16", 3, 1),
     "bits_per_element": ("Bits", "per element", 2, 1),
     "ratio": ("Smaller", "×", 2, 1),
     "held_bytes": ("Held", "MB a clip", 2, 1e-6),
-    "psnr_db": ("PSNR", "dB to BF16", 2, 1),
-    "ssim": ("SSIM", "to BF16", 4, 1),
     "cached_mass": ("Cached mass", "%", 2, 100),
     "sharpness": ("Sharpness", "×1000", 2, 1000),
     "seconds_per_chunk": ("Time", "s a chunk", 2, 1),
 }
 
 
-def write_page(path: Path, run: DemoRun, *, video: bytes) -> None:
+def write_page(path: Path, run: DemoRun, *, video: bytes, narrow_video: bytes) -> None:
     """Write the report of a finished demo, whole or not at all.
 
+    video, narrow_video: mp4; the narrow one, in two columns, is shown on a phone.
     Raises ValueError where the page would pass 30 MB.
     """
-    page = build_page(run, video=video).encode()
+    page = build_page(run, video=video, narrow_video=narrow_video).encode()
     if len(page) > MAX_PAGE_BYTES:
         raise ValueError(
-            f"the report would take {len(page) / 1e6:.0f} MB, more than {MAX_PAGE_BYTES / 1e6:.0f}; "
-            "run fewer recipes"
+            f"the report would take {len(page) / 1e6:.0f} MB, more than "
+            f"{MAX_PAGE_BYTES / 1e6:.0f}; run fewer recipes"
         )
     write_bytes(path, page)
 
 
-def build_page(run: DemoRun, *, video: bytes) -> str:
+def build_page(run: DemoRun, *, video: bytes, narrow_video: bytes) -> str:
     """The report as one HTML document; all text that comes from outside is escaped."""
     results, settings = run.results, run.settings
     top = headline(results)
@@ -53,24 +55,38 @@ def build_page(run: DemoRun, *, video: bytes) -> str:
         css=_resource("page.css"),
         js=_resource("page.js"),
         title=escape(top.title),
-        lead=escape(top.text),
+        lead=_prose(top.text, results.recipes),
         tiles="\n".join(
             f"<div><dd>{escape(figure)}</dd><dt>{escape(what)}</dt></div>"
             for figure, what in top.tiles
         ),
         caution=escape(caution(settings.clips)),
         video=base64.b64encode(video).decode(),
+        narrow_video=base64.b64encode(narrow_video).decode(),
         psnr_plot=plots.psnr_by_frame(curves, results.recipes),
         band=escape(plots.band_note(settings.clips)),
         mass_plot=plots.mass_by_layer(run.curves["cached_mass_by_layer"], results.recipes),
         table=_table(results),
         findings="\n".join(
-            f"<section><h3>{escape(f.title)}</h3><p>{escape(f.text)}</p></section>"
-            for f in findings(results, curves)  # type: ignore[arg-type]
+            _finding(found, results.recipes) for found in findings(results, curves)
         ),
         facts=_facts(run),
         command=escape(results.command),
     )
+
+
+def _finding(finding: Finding, recipes: Sequence[str]) -> str:
+    items = "".join(f"<li>{_prose(item, recipes)}</li>" for item in finding.items)
+    return (
+        f"<section><h3>{escape(finding.title)}</h3><p>{_prose(finding.text, recipes)}</p>"
+        f"{f'<ul>{items}</ul>' if items else ''}</section>"
+    )
+
+
+def _prose(text: str, recipes: Sequence[str]) -> str:
+    """Escaped text in which the names of recipes stand out and do not break."""
+    names = "|".join(re.escape(escape(name)) for name in sorted(recipes, key=len, reverse=True))
+    return re.sub(names, r"<b>\g<0></b>", escape(text)) if names else escape(text)
 
 
 def _table(results: Results) -> str:
@@ -112,10 +128,8 @@ def _cell(results: Results, recipe: str, metric: str) -> str:
 
 def _facts(run: DemoRun) -> str:
     settings, results = run.settings, run.results
-    played = settings.clips - run.shipped_clips
-    clips = f"{run.shipped_clips} shipped" + (f", {played} played by ViZDoom" if played else "")
     facts: Sequence[tuple[str, str]] = (
-        ("Clips", f"{settings.clips} ({clips})"),
+        ("Clips", run.clips_source),
         ("Chunks", f"{settings.chunks} of 3 frames, after 6 frames of context"),
         ("Seed", str(settings.seed)),
         ("Device", results.device),

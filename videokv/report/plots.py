@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Curves = Mapping[str, Mapping[str, Sequence[float]]]  # recipe → case → values
 
 INK = "#010203"  # replaced by currentColor in the SVG
-SIZE_INCHES = (6.4, 3.7)
+SIZE_INCHES = (6.0, 3.9)
 
 
 def psnr_by_frame(curves: Curves, recipes: Sequence[str]) -> str:

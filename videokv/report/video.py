@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +71,10 @@ class Layout:
     cell_height: int
 
     @classmethod
-    def of(cls, panels: int, frame_height: int, frame_width: int) -> Layout:
-        columns = _columns(panels)
+    def of(
+        cls, panels: int, frame_height: int, frame_width: int, *, columns: int | None = None
+    ) -> Layout:
+        columns = _columns(panels) if columns is None else min(columns, panels)
         scale = max(1, min(3, PANEL_PIXELS // frame_width))
         return cls(columns, -(-panels // columns), scale, frame_width * scale, frame_height * scale)
 
@@ -104,15 +106,15 @@ def write_video(path: Path, scenes: Sequence[Scene]) -> None:
     write_bytes(path, encode_video(scenes))
 
 
-def encode_video(scenes: Sequence[Scene]) -> bytes:
-    """The bytes of the mp4 that ``write_video`` writes."""
+def encode_video(scenes: Sequence[Scene], *, columns: int | None = None) -> bytes:
+    """The bytes of the mp4 that ``write_video`` writes; columns of the grid: fitting by default."""
     if not scenes:
         raise ValueError("a video needs at least one scene, got none")
     first = scenes[0].panels
     grids = {(len(s.panels), s.panels[0].frames.shape[1:]) for s in scenes}
     if len(grids) != 1:
         raise ValueError(f"all scenes must have one grid and frame size, got {sorted(grids)}")
-    layout = Layout.of(len(first), *first[0].frames.shape[1:3])
+    layout = Layout.of(len(first), *first[0].frames.shape[1:3], columns=columns)
     images = (
         image
         for number, scene in enumerate(scenes, start=1)
@@ -126,17 +128,25 @@ def _encode(images: Iterator[Image], size: tuple[int, int]) -> bytes:
 
     if "libx264" not in av.codecs_available:
         raise ValueError("this build of the av package has no H.264 encoder (libx264)")
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4", options={"movflags": "+faststart"}) as container:
+    with tempfile.TemporaryDirectory() as folder:  # faststart reads its own file a second time
+        path = Path(folder) / "comparison.mp4"
+        _mux(path, images, size)
+        return path.read_bytes()
+
+
+def _mux(path: Path, images: Iterator[Image], size: tuple[int, int]) -> None:
+    import av
+
+    options = {"movflags": "+faststart"}
+    with av.open(str(path), "w", format="mp4", options=options) as container:
         stream = container.add_stream("libx264", rate=FRAMES_PER_SECOND)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        stream.options = {"crf": "18", "preset": "medium"}
+        stream.options = {"crf": "18", "preset": "veryfast"}
         for image in images:
             for packet in stream.encode(av.VideoFrame.from_image(image)):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
-    return buffer.getvalue()
 
 
 def _draw_scene(scene: Scene, layout: Layout, caption: str) -> Iterator[Image]:

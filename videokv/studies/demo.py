@@ -103,7 +103,7 @@ class DemoRun:
     settings: DemoSettings
     results: Results
     curves: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
-    shipped_clips: int
+    clips_source: str
 
     @property
     def cases(self) -> tuple[str, ...]:
@@ -272,10 +272,13 @@ def _measure(
     out: Path, recipe: str, numbers: Sequence[int], rolled: seam.Rollout
 ) -> dict[str, Any]:
     """Save the frames, then the journal's payload: rows and curves of one recipe and batch."""
-    rows, psnr_by_frame = [], {}
-    for frames, number in zip(rolled.frames.numpy(), numbers, strict=True):
+    rows, psnr_by_frame, mass_by_layer = [], {}, {}
+    clips = zip(rolled.frames.numpy(), rolled.mass_by_layer, numbers, strict=True)
+    for frames, masses, number in clips:
         case = case_name(number)
         save_frames(frames_path(out, recipe, case), frames)
+        mass_by_layer[case] = list(masses)
+        rows.append((case, "cached_mass", float(np.mean(masses))))
         rows.append((case, "sharpness", sharpness(frames)))
         if recipe != REFERENCE:
             reference = load_frames(frames_path(out, REFERENCE, case))
@@ -284,20 +287,18 @@ def _measure(
             rows.append((case, "psnr_pooled_db", distance.psnr_pooled_db))
             rows.append((case, "ssim", ssim(frames, reference)))
             psnr_by_frame[case] = list(distance.per_frame_db)
-    batch = batch_name(numbers)
-    rows += [(batch, metric, value) for metric, value in _cache_metrics(rolled)]
+    rows += [(batch_name(numbers), metric, value) for metric, value in _cache_metrics(rolled)]
     return {
         "recipe": recipe,
         "rows": rows,
         "psnr_db_by_frame": psnr_by_frame,
-        "cached_mass_by_layer": {batch: list(rolled.cache.mass_by_layer)},
+        "cached_mass_by_layer": mass_by_layer,
     }
 
 
 def _cache_metrics(rolled: seam.Rollout) -> list[tuple[str, float]]:
     cache = rolled.cache
     return [
-        ("cached_mass", cache.cached_mass),
         ("bits_per_element", cache.bits_per_element),
         ("held_bytes", cache.held_bytes),
         ("dense_bytes", cache.dense_bytes),
@@ -322,10 +323,11 @@ def _collect(
     results = Results(
         "demo", settings.command, settings.seed, _device_name(device), versions(), tuple(rows)
     )
-    return DemoRun(settings, results, curves, clips.shipped)
+    return DemoRun(settings, results, curves, clips.source)
 
 
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"

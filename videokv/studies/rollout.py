@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,42 +18,38 @@ from torch import Tensor
 CONTEXT_FRAMES = 6
 CHUNK_FRAMES = 3
 MAX_CHUNKS = 10
-BF16_BITS = 16.0
 
 
 @dataclass(frozen=True)
 class Clips:
-    """Real play. frames: uint8 ``[N, 36, H, W, 3]``; actions: ``[N, 36]``; shipped: how many of
-    them come with the package (the rest was played for this run)."""
+    """Real play. frames: uint8 ``[N, 36, H, W, 3]``; actions: ``[N, 36]``; source: in words."""
 
     frames: Tensor
     actions: Tensor
-    shipped: int
+    source: str
 
 
 @dataclass(frozen=True)
 class CacheFigures:
-    """What a rollout's cache held at its end, for one clip, and where attention looked.
-
-    mass_by_layer: mean attention mass on cached keys in the rollout, over queries, heads and
-    denoising steps, of each layer.
-    """
+    """What a rollout's cache held at its end, for one clip of the batch."""
 
     dense_bytes: float
     held_bytes: float
     workspace_peak_bytes: float
     bits_per_element: float
     ratio: float
-    mass_by_layer: tuple[float, ...]
-    cached_mass: float
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """frames: uint8 ``[B, 3 * chunks, H, W, 3]``; seconds_per_chunk: wall time of one clip."""
+    """frames: uint8 ``[B, 3 * chunks, H, W, 3]``; mass_by_layer: for each clip, the mean attention
+    mass on cached keys of each layer over queries, heads and denoising steps; seconds_per_chunk:
+    wall time of one chunk of one clip.
+    """
 
     frames: Tensor
     cache: CacheFigures
+    mass_by_layer: tuple[tuple[float, ...], ...]
     seconds_per_chunk: float
 
 
@@ -60,7 +57,7 @@ def recipe_names() -> list[str]:
     """The usual recipes, in the order of the table."""
     from videokv.recipes import recipes
 
-    return [str(getattr(entry, "name", entry)) for entry in recipes()]
+    return recipes()
 
 
 def check_recipe(name: str) -> None:
@@ -72,16 +69,16 @@ def check_recipe(name: str) -> None:
 
 def count_bits(name: str, *, tokens: int, head_dim: int) -> float:
     """Bits per element of chunks of ``tokens``, counted from really encoded ones."""
-    from videokv.recipes import bits_per_element, recipe
+    from videokv.recipes import bits_per_element
 
-    return float(bits_per_element(recipe(name), tokens=tokens, head_dim=head_dim))
+    return float(bits_per_element(name, tokens=tokens, head_dim=head_dim))
 
 
 def load_model(device: torch.device) -> Any:
     """The shipped world model on ``device``, ready to roll out."""
-    from videokv.worldmodel.weights import load_model
+    from videokv.worldmodel.weights import load_weights
 
-    return load_model().to(device).eval()
+    return load_weights(device=str(device))
 
 
 def model_digest(model: Any) -> str:
@@ -98,29 +95,18 @@ def get_clips(count: int, *, seed: int) -> Clips:
 
     Raises ValueError saying how many are shipped where ViZDoom is not installed.
     """
-    from videokv.worldmodel.weights import load_clips
+    from videokv.worldmodel.clips import load_clips, make_clips
 
-    shipped = load_clips()
-    have = len(shipped.frames)
-    if count <= have:
-        return Clips(shipped.frames[:count], shipped.actions[:count], shipped=count)
-    made = _play(count - have, have=have, seed=seed)
-    frames = torch.cat([torch.as_tensor(shipped.frames), torch.as_tensor(made.frames)])
-    actions = torch.cat([torch.as_tensor(shipped.actions), torch.as_tensor(made.actions)])
-    return Clips(frames, actions, shipped=have)
-
-
-def _play(count: int, *, have: int, seed: int) -> Any:
-    from importlib.util import find_spec
-
-    if find_spec("vizdoom") is None:
-        raise ValueError(
-            f"{have + count} clips were asked for and {have} are shipped; ask for at most {have} "
-            "or install ViZDoom to play more: pip install 'videokv[worldmodel-train]'"
-        )
-    from videokv.worldmodel.weights import make_clips
-
-    return make_clips(count, seed)
+    have = len(load_clips())
+    clips = load_clips(min(count, have))
+    if count > have:
+        if find_spec("vizdoom") is None:
+            raise ValueError(
+                f"{count} clips were asked for and {have} are shipped; ask for at most {have} or "
+                "install ViZDoom to play more: pip install 'videokv[worldmodel-train]'"
+            )
+        clips = clips.joined(make_clips(count - have, seed))
+    return Clips(clips.frames, clips.actions, clips.source)
 
 
 def run_rollout(
@@ -135,47 +121,54 @@ def run_rollout(
 ) -> Rollout:
     """Roll out the clips ``numbers`` in one batch with the recipe's cache.
 
-    The noise of a clip depends on (seed, number, chunk) alone: every recipe gets the same.
+    The noise of a clip depends on (seed, number, chunk) alone: every recipe gets the same. Matrix
+    products and cached rows are BF16 on every device, so that the dense cache is a BF16 cache.
     """
     from videokv.recipes import recipe
     from videokv.worldmodel.sampler import rollout
 
     device = next(model.parameters()).device
-    cache = recipe(recipe_name).new_cache(record_mass=True)
+    cache = recipe(recipe_name).new_cache(
+        record_mass=True, window_chunks=model.config.window_chunks
+    )
     index = list(numbers)
     began = time.perf_counter()
-    with torch.inference_mode():
-        frames = rollout(
-            model,
-            torch.as_tensor(clips.frames)[index, :CONTEXT_FRAMES],
-            torch.as_tensor(clips.actions)[index],
-            cache=cache,
-            chunks=chunks,
-            seed=seed,
-            clips=index,
-            autocast=torch.bfloat16 if device.type == "cuda" else None,
-            progress=lambda *_: on_chunk(),
-        )
+    frames = rollout(
+        model,
+        clips.frames[index, :CONTEXT_FRAMES],
+        clips.actions[index],
+        cache,
+        chunks=chunks,
+        seed=seed,
+        clips=index,
+        autocast=torch.bfloat16,
+        progress=lambda done, total: on_chunk(),
+    )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
     return Rollout(
-        frames=frames.cpu(),
-        cache=_cache_figures(cache, clips=len(index)),
+        frames=frames,
+        cache=_cache_figures(cache.memory(), clips=len(index)),
+        mass_by_layer=_mass_by_layer(cache.masses()),
         seconds_per_chunk=seconds / (chunks * len(index)),
     )
 
 
-def _cache_figures(cache: Any, *, clips: int) -> CacheFigures:
-    memory, mass = cache.memory(), cache.mass()
-    layers = tuple(float(value) for value in mass.by_layer)
-    bits = memory.bits_per_element  # None where nothing is packed: the cache is dense
+def _cache_figures(memory: Any, *, clips: int) -> CacheFigures:
     return CacheFigures(
         dense_bytes=memory.dense_bytes / clips,
         held_bytes=memory.held_bytes / clips,
         workspace_peak_bytes=memory.workspace_peak_bytes / clips,
-        bits_per_element=BF16_BITS if not bits else float(bits),
+        bits_per_element=float(memory.bits_per_element),
         ratio=float(memory.ratio),
-        mass_by_layer=layers,
-        cached_mass=float(mass.mean),
     )
+
+
+def _mass_by_layer(calls: Sequence[tuple[int, int, Tensor]]) -> tuple[tuple[float, ...], ...]:
+    """From (start token, layer, mass ``[B]``) of every denoising attention: clip → layer → mean."""
+    layers: dict[int, list[Tensor]] = {}
+    for _, layer, mass in calls:
+        layers.setdefault(layer, []).append(mass)
+    means = torch.stack([torch.stack(layers[i]).mean(0) for i in sorted(layers)], 1)  # [B, layers]
+    return tuple(tuple(clip) for clip in means.cpu().tolist())
