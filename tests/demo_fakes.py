@@ -49,7 +49,7 @@ def get_clips(count: int, *, seed: int) -> seam.Clips:
     clips = [
         torch.stack([_picture(x, y, t, n) for t in range(36)]) for n in range(count)
     ]
-    return seam.Clips(torch.stack(clips), torch.zeros(count, 36, dtype=torch.long), source=f"{count} fake clips")
+    return seam.Clips(torch.stack(clips), torch.zeros(count, 36), source=f"{count} fake clips")
 
 
 def _picture(x: torch.Tensor, y: torch.Tensor, t: int, n: int) -> torch.Tensor:
@@ -68,6 +68,7 @@ def run_rollout(
     numbers: Sequence[int],
     chunks: int,
     seed: int,
+    window_chunks: int | None,
     on_chunk: Callable[[], None],
 ) -> seam.Rollout:
     noise, bits, mass = KNOWN[recipe_name]
@@ -88,4 +89,5 @@ def run_rollout(
     )
     masses = [tuple((0.317 + 0.001 * n + (mass - 0.317) * bump).tolist()) for n in numbers]
     frames = blurred.round().clamp(0, 255).to(torch.uint8)
-    return seam.Rollout(frames, figures, tuple(masses), seconds_per_chunk=1.2 if bits == 16 else 1.5)
+    seconds = 1.2 if bits == 16 else 1.5
+    return seam.Rollout(frames, figures, tuple(masses), seconds_per_chunk=seconds)

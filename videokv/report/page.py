@@ -12,24 +12,11 @@ from string import Template
 
 from videokv.report import plots
 from videokv.report.findings import Finding, best_low_bit, caution, findings, headline
-from videokv.report.style import colour_of, dash_of
+from videokv.report.style import COLUMNS, colour_of, dash_of
 from videokv.studies.demo import REFERENCE, DemoRun
 from videokv.studies.results import Results, write_bytes
 
 MAX_PAGE_BYTES = 30_000_000
-
-# metric → (heading, unit, digits, factor)
-COLUMNS: dict[str, tuple[str, str, int, float]] = {
-    "psnr_db": ("PSNR", "dB to BF16", 2, 1),
-    "ssim": ("SSIM", "to BF16", 3, 1),
-    "bits_per_element": ("Bits", "per element", 2, 1),
-    "ratio": ("Smaller", "×", 2, 1),
-    "held_bytes": ("Held", "MB a clip", 2, 1e-6),
-    "cached_mass": ("Cached mass", "%", 2, 100),
-    "sharpness": ("Sharpness", "×1000", 2, 1000),
-    "seconds_per_chunk": ("Time", "s a chunk", 2, 1),
-}
-
 
 def write_page(path: Path, run: DemoRun, *, video: bytes, narrow_video: bytes) -> None:
     """Write the report of a finished demo, whole or not at all.

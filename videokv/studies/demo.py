@@ -52,6 +52,7 @@ class DemoSettings:
     """What the demo runs; checked here, before any work.
 
     recipes: names; the reference ``bf16`` is put first whether named or not.
+    window: chunks that the cache keeps; None: the model's own window.
     device: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:<index>``.
     """
 
@@ -60,6 +61,7 @@ class DemoSettings:
     chunks: int = 6
     seed: int = 0
     device: str = "auto"
+    window: int | None = None
     recipes: tuple[str, ...] = DEFAULT_RECIPES
 
     def __post_init__(self) -> None:
@@ -70,6 +72,10 @@ class DemoSettings:
                 f"chunks must be 1 to {seam.MAX_CHUNKS} (as long as the clips last), got "
                 f"{self.chunks}"
             )
+        if self.window is not None and not 1 <= self.window <= seam.MAX_WINDOW_CHUNKS:
+            raise ValueError(
+                f"window must be 1 to {seam.MAX_WINDOW_CHUNKS} chunks, got {self.window}"
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be 0 or more (below 2**63), got {self.seed}")
         ordered = tuple(dict.fromkeys((REFERENCE, *self.recipes)))
@@ -78,21 +84,26 @@ class DemoSettings:
     @property
     def command(self) -> str:
         """The command that makes these results again."""
+        window = "" if self.window is None else f" --window {self.window}"
         return (
             f"videokv demo --clips {self.clips} --chunks {self.chunks} --seed {self.seed} "
-            f"--device {self.device} --recipes {','.join(self.recipes)} "
+            f"--device {self.device}{window} --recipes {','.join(self.recipes)} "
             f"--out {shlex.quote(str(self.out))}"
         )
 
 
 @dataclass(frozen=True)
 class Progress:
-    """done of total generated chunks (all clips of a batch count as one), and what is running."""
+    """done of total generated chunks (all clips of a batch count as one), and what is running.
+
+    finished: the last report of a recipe and batch, now in the journal; resumed: it was before.
+    """
 
     done: int
     total: int
     recipe: str
     cases: tuple[str, ...]
+    finished: bool = False
     resumed: bool = False
 
 
@@ -198,6 +209,7 @@ def _fingerprint(
         "clips": settings.clips,
         "chunks": settings.chunks,
         "seed": settings.seed,
+        "window": settings.window,
         "device": device.type,
         "recipes": list(settings.recipes),
         "batch": batch,
@@ -234,17 +246,15 @@ def _run_units(
             resumed = key in journal.done
             if resumed:
                 _check_frames(settings.out, recipe, cases)
-                on_progress(
-                    Progress(done + settings.chunks, total, recipe, cases, resumed=True)
-                )
             else:
                 ticks = _ticker(done, total, recipe, cases, on_progress)
                 rolled = seam.run_rollout(
                     model, recipe, clips=clips, numbers=numbers, chunks=settings.chunks,
-                    seed=settings.seed, on_chunk=ticks,
+                    seed=settings.seed, window_chunks=settings.window, on_chunk=ticks,
                 )  # fmt: skip
                 journal.append(key, _measure(settings.out, recipe, numbers, rolled))
             done += settings.chunks
+            on_progress(Progress(done, total, recipe, cases, finished=True, resumed=resumed))
 
 
 def _ticker(

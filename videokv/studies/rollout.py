@@ -18,6 +18,7 @@ from torch import Tensor
 CONTEXT_FRAMES = 6
 CHUNK_FRAMES = 3
 MAX_CHUNKS = 10
+MAX_WINDOW_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,12 @@ def run_rollout(
     numbers: Sequence[int],
     chunks: int,
     seed: int,
+    window_chunks: int | None,
     on_chunk: Callable[[], None],
 ) -> Rollout:
     """Roll out the clips ``numbers`` in one batch with the recipe's cache.
 
+    window_chunks: chunks that the cache keeps; None: as many as the model was trained with.
     The noise of a clip depends on (seed, number, chunk) alone: every recipe gets the same. Matrix
     products and cached rows are BF16 on every device, so that the dense cache is a BF16 cache.
     """
@@ -128,9 +131,8 @@ def run_rollout(
     from videokv.worldmodel.sampler import rollout
 
     device = next(model.parameters()).device
-    cache = recipe(recipe_name).new_cache(
-        record_mass=True, window_chunks=model.config.window_chunks
-    )
+    window = model.config.window_chunks if window_chunks is None else window_chunks
+    cache = recipe(recipe_name).new_cache(record_mass=True, window_chunks=window)
     index = list(numbers)
     began = time.perf_counter()
     frames = rollout(
