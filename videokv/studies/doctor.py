@@ -81,7 +81,8 @@ def _attention(name: str, backend: str, device: torch.device) -> Check:
         _random(1, heads, tokens, 64, seed=i).to(device, dtype)
         for i, (heads, tokens) in enumerate(((4, 33), (2, 95), (2, 95)))
     )
-    segments = [Segment(key[:, :, :63], value[:, :, :63]), Segment(key[:, :, 63:], value[:, :, 63:])]
+    cuts = (slice(0, 63), slice(63, 95))
+    segments = [Segment(key[:, :, cut], value[:, :, cut]) for cut in cuts]
     try:
         explain_choice(query, segments, backend=backend)
     except ValueError as refusal:

@@ -32,7 +32,11 @@ class RecipeSize:
 
 
 def recipe_sizes(*, tokens: int, head_dim: int) -> tuple[RecipeSize, ...]:
-    """One entry a usual recipe. A correction stores no chunk data: it is counted with its base."""
+    """One entry a usual recipe.
+
+    A correction packs nothing: a recipe with one has the bits of its base. (The few factors that
+    some corrections store are in ``held_bytes`` of a real cache.)
+    """
     if tokens < 1 or head_dim < 1:
         raise ValueError(f"tokens and head-dim must be 1 or more, got {tokens} and {head_dim}")
     names = seam.recipe_names()
