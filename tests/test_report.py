@@ -48,7 +48,8 @@ def words(found: Results) -> str:
 
 
 def test_one_file_that_fetches_nothing(page: str) -> None:
-    assert not re.search(r"https?://|//cdn|@import|url\(", page)
+    text = re.sub(r"base64,[^\"]*", "", page)
+    assert not re.search(r"https?://|//\w|@import|url\((?!#)", text)
     sources = re.findall(r'\b(?:src|href)="([^"]{0,30})', page)
     assert sources and all(source.startswith(("data:", "#")) for source in sources)
     assert "<link rel=\"stylesheet\"" not in page and "<script src" not in page

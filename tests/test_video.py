@@ -71,7 +71,8 @@ def test_a_narrow_grid_for_phones() -> None:
 
 
 def test_long_and_strange_names_are_drawn() -> None:
-    panel = Panel("quarot-2bit-psac8+calibrated " * 4 + "日本 <&>", "100.0 dB", scene().panels[0].frames)
+    name = "quarot-2bit-psac8+calibrated " * 4 + "日本 <&>"
+    panel = Panel(name, "100.0 dB", scene().panels[0].frames)
     assert len(encode_video([Scene((panel,), context=0)])) > 500
 
 

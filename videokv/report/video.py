@@ -50,9 +50,9 @@ class Scene:
     def __post_init__(self) -> None:
         if not self.panels:
             raise ValueError("a scene needs at least one panel, got none")
-        shapes = {p.title: p.frames.shape for p in self.panels}
+        shapes = [p.frames.shape for p in self.panels]
         first = self.panels[0].frames
-        if len(set(shapes.values())) != 1 or first.ndim != 4 or first.shape[-1] != 3:
+        if len(set(shapes)) != 1 or first.ndim != 4 or first.shape[-1] != 3:
             raise ValueError(f"panels must share one shape [T, H, W, 3], got {shapes}")
         if any(p.frames.dtype != np.uint8 for p in self.panels):
             raise ValueError("panels must be uint8")
