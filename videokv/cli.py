@@ -56,13 +56,22 @@ def main(arguments: list[str] | None = None) -> int:
     return DONE
 
 
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         print(videokv.__version__)
         raise typer.Exit(DONE)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options of the program itself; --version acts in its callback."""
 
 
 @app.command()
