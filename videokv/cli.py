@@ -33,6 +33,8 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",  # paragraphs of help are wrapped to the terminal
     pretty_exceptions_enable=False,
     help="The KV cache of video world models at 2 bits, with attention kept unbiased.",
 )

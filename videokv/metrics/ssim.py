@@ -22,8 +22,6 @@ def ssim_per_frame(frames: Frames, reference: Frames) -> Tensor:
 
     Raises ValueError on unequal shapes, values out of range, and frames under 11 pixels a side.
     """
-    from torchmetrics.functional.image import structural_similarity_index_measure
-
     # float32 errs by 1e-6 here and is an order of magnitude faster than float64 on a CPU
     x, y = (clip.float() for clip in unit_pair(frames, reference))
     height, width = x.shape[-2:]
@@ -32,10 +30,16 @@ def ssim_per_frame(frames: Frames, reference: Frames) -> Tensor:
             f"SSIM looks through a window of {WINDOW_PIXELS} x {WINDOW_PIXELS} pixels, the frames "
             f"are {height} x {width}; give larger frames"
         )
-    parts = [
-        structural_similarity_index_measure(
-            p, q, sigma=SIGMA_PIXELS, kernel_size=WINDOW_PIXELS, data_range=1.0, reduction="none"
-        ).reshape(-1)
-        for p, q in zip(x.split(BATCH_FRAMES), y.split(BATCH_FRAMES), strict=True)
-    ]
+    parts = [_ssim(p, q) for p, q in zip(x.split(BATCH_FRAMES), y.split(BATCH_FRAMES), strict=True)]
     return torch.cat(parts)
+
+
+def _ssim(x: Tensor, y: Tensor) -> Tensor:
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    value = structural_similarity_index_measure(
+        x, y, sigma=SIGMA_PIXELS, kernel_size=WINDOW_PIXELS, data_range=1.0, reduction="none"
+    )
+    if not isinstance(value, Tensor):
+        raise TypeError(f"expected one value a frame, got {type(value)}")
+    return value.reshape(-1)

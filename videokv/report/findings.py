@@ -7,7 +7,7 @@ against the papers), and what few clips cannot show is called so.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from videokv.report.style import megabytes
@@ -19,6 +19,8 @@ from videokv.studies.results import (
     paired_difference,
 )
 from videokv.studies.rollout import CHUNK_FRAMES
+
+Curves = Mapping[str, Mapping[str, Sequence[float]]]  # recipe → case → dB by frame
 
 LOW_BITS = 4.0  # below: what the project is for
 PLAIN = "rtn-2bit"
@@ -82,7 +84,7 @@ def headline(results: Results) -> Headline:
 
 
 def findings(
-    results: Results, psnr_by_frame: dict[str, dict[str, Sequence[float]]]
+    results: Results, psnr_by_frame: Curves
 ) -> tuple[Finding, ...]:
     """One paragraph a finding; those whose recipes were not run are left out."""
     found = (
@@ -171,7 +173,7 @@ def _rotation_pairs(results: Results) -> list[tuple[str, str]]:
 
 
 def _over_time(
-    results: Results, psnr_by_frame: dict[str, dict[str, Sequence[float]]]
+    results: Results, psnr_by_frame: Curves
 ) -> Finding | None:
     parts = []
     for recipe in dict.fromkeys((PLAIN, best_low_bit(results))):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from videokv.report.findings import Curves
 from videokv.report.style import colour_of, dash_of
 from videokv.studies.demo import REFERENCE
 from videokv.studies.results import MIN_CASES_FOR_PRINTED_ERROR
@@ -16,8 +17,6 @@ from videokv.studies.rollout import CHUNK_FRAMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Curves = Mapping[str, Mapping[str, Sequence[float]]]  # recipe → case → values
 
 INK = "#010203"  # replaced by currentColor in the SVG
 SIZE_INCHES = (6.0, 3.9)
@@ -94,7 +93,7 @@ def _svg(draw: Any, *, salt: str) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings = {
+    settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": salt,  # ids of two plots in one page must differ
         "font.size": 11,

@@ -98,7 +98,11 @@ def summarize(rows: Iterable[Row]) -> tuple[Summary, ...]:
     values: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         values.setdefault((row.recipe, row.metric), []).append(row.value)
-    return tuple(Summary(*key, *mean_sem_n(found)) for key, found in values.items())
+    lines = []
+    for (recipe, metric), found in values.items():
+        mean, sem, n = mean_sem_n(found)
+        lines.append(Summary(recipe, metric, mean, sem, n))
+    return tuple(lines)
 
 
 def mean_sem_n(values: Sequence[float]) -> tuple[float, float | None, int]:

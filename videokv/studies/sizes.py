@@ -23,7 +23,7 @@ class RecipeSize:
         return None if self.bits_per_element is None else BF16_BITS / self.bits_per_element
 
     def as_json(self) -> dict[str, object]:
-        figures = {
+        figures: dict[str, object] = {
             "recipe": self.recipe,
             "bits_per_element": self.bits_per_element,
             "ratio": self.ratio,
