@@ -169,6 +169,9 @@ def test_doctor_finds_this_machine_well() -> None:
 
 def test_the_module_runs_as_a_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "videokv.cli", "metrics", "x", "y"], capture_output=True, text=True
+        [sys.executable, "-m", "videokv.cli", "metrics", "x", "y"],
+        capture_output=True,
+        text=True,
+        cwd=Path(videokv.__file__).parents[1],
     )
     assert done.returncode == 2 and "no such file" in done.stderr and "Trace" not in done.stderr
