@@ -188,8 +188,8 @@ def _over_time(
     return Finding(
         "As the rollout goes on",
         f"From the first generated chunk to the last, {' and '.join(parts)}. Every chunk is "
-        "conditioned on the ones before it, so a small difference is carried on: a low figure "
-        "late in a clip means another video, not always a worse one.",
+        "conditioned on the ones before it, so differences are carried on: a low figure late in a "
+        "clip means another video, not always a worse one.",
     )
 
 
@@ -206,8 +206,8 @@ def _sharpness(results: Results) -> Finding | None:
         return None
     low, high = min(ratios, key=lambda n: ratios[n]), max(ratios, key=lambda n: ratios[n])
     if max(abs(ratios[low] - 1), abs(ratios[high] - 1)) < 0.05:
-        text = "All videos keep the sharpness of the BF16 one within 5 %: the damage is in what is "
-        text += "shown and where, not in blur."
+        text = "All videos keep the sharpness of the BF16 one within 5 %: where they differ, it is "
+        text += "in what is shown, not in blur."
     else:
         text = (
             f"Against the BF16 video, edges are between {ratios[low]:.0%} ({low}) and "
@@ -229,7 +229,8 @@ def _cost(results: Results) -> Finding | None:
         f"{best} stores {bits:.2f} bits an element, scales and zero points included; with all that "
         f"is kept dense the cache is {ratio:.1f}× smaller. While it is read, up to "
         f"{megabytes(workspace)} of it is unpacked at once. A chunk takes {seconds:.2f} s, with "
-        f"BF16 {base:.2f} s ({seconds / base:.2f}×), on {results.device}."
+        f"BF16 {base:.2f} s ({seconds / base:.2f}×), on {results.device}: timed once, as it ran, with "
+        "attention mass recorded; not a benchmark."
     )
     return Finding("What it costs and saves", text)
 
