@@ -40,6 +40,17 @@ def test_demo_writes_everything_and_prints_a_table(capsys, tmp_path: Path) -> No
     assert "7/7 chunks: quarot-2bit+calibrated, clip-000: done" in printed.err
 
 
+def test_a_narrow_terminal_gets_whole_columns(capsys, monkeypatch) -> None:
+    from rich.console import Console
+
+    from videokv.report import terminal
+
+    monkeypatch.setattr(terminal, "stdout_console", lambda: Console(width=80))
+    assert demo("--recipes", "quarot-2bit+calibrated") == 0
+    printed = capsys.readouterr().out
+    assert "PSNR" in printed and "Sharpness" not in printed and "…" not in printed
+
+
 def test_demo_json_is_clean(capsys) -> None:
     assert demo("--recipes", "rtn-2bit, rtn-4bit", "--json") == 0
     read = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

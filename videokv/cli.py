@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         _say(f"error: {error}")
         return WRONG_USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except OSError as error:
         _say(f"error: {_describe(error)}")
         return WRONG_USAGE

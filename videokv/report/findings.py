@@ -229,8 +229,8 @@ def _cost(results: Results) -> Finding | None:
         f"{best} stores {bits:.2f} bits an element, scales and zero points included; with all that "
         f"is kept dense the cache is {ratio:.1f}× smaller. While it is read, up to "
         f"{megabytes(workspace)} of it is unpacked at once. A chunk takes {seconds:.2f} s, with "
-        f"BF16 {base:.2f} s ({seconds / base:.2f}×), on {results.device}: timed once, as it ran, with "
-        "attention mass recorded; not a benchmark."
+        f"BF16 {base:.2f} s ({seconds / base:.2f}×), on {results.device}: timed once, as it ran, "
+        "with attention mass recorded; not a benchmark."
     )
     return Finding("What it costs and saves", text)
 

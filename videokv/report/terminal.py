@@ -7,7 +7,7 @@ plain line is printed for each finished unit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -26,6 +26,7 @@ from videokv.studies.demo import REFERENCE, Progress
 from videokv.studies.results import Results
 
 PLAIN_WIDTH = 120  # of tables where stdout is no terminal
+FIRST_TO_GO = ("sharpness", "held_bytes", "seconds_per_chunk", "ssim")
 
 
 @contextmanager
@@ -53,16 +54,32 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
 
 
 def print_results(results: Results) -> None:
-    """The summary: recipes down, metrics across; ± from eight cases up."""
+    """The summary: recipes down, metrics across; ± from eight cases up.
+
+    A narrow terminal gets fewer columns (results.json has them all), never cut ones.
+    """
+    console = stdout_console()
+    found = {line.metric for line in results.summary}
+    shown = [metric for metric in COLUMNS if metric in found]
+    table = _table(results, shown)
+    for metric in FIRST_TO_GO:
+        width = console.measure(table, options=console.options.update(width=1000)).maximum
+        if width <= console.width:
+            break
+        shown = [other for other in shown if other != metric]
+        table = _table(results, shown)
+    console.print(table)
+
+
+def _table(results: Results, shown: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("recipe", no_wrap=True)
-    shown = [m for m in COLUMNS if any(line.metric == m for line in results.summary)]
     for metric in shown:
         name, unit, _, _ = COLUMNS[metric]
         table.add_column(f"{name}\n[not bold]{unit}", justify="right", no_wrap=True)
     for recipe in results.recipes:
         table.add_row(recipe, *(_cell(results, recipe, metric) for metric in shown))
-    stdout_console().print(table)
+    return table
 
 
 def stdout_console() -> Console:
