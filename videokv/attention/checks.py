@@ -1,0 +1,99 @@
+"""What every attention call must satisfy, whatever backend serves it (shapes only, no sync)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from videokv.noise import ScoreNoise
+from videokv.protocols import Segment
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_call(query: Tensor, segments: Sequence[Segment], *, scale: float, causal: bool) -> None:
+    """Raise ValueError saying what was expected, what came and what to do."""
+    if query.ndim != 4:
+        raise ValueError(f"query must be [B, Hq, M, D], got shape {tuple(query.shape)}")
+    if query.dtype not in _DTYPES:
+        raise ValueError(f"query must be one of {_DTYPES}, got {query.dtype}")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a positive finite number, got {scale!r}")
+    if not segments:
+        raise ValueError("attend expects at least one segment, got none")
+    for number, segment in enumerate(segments):
+        _check_segment(query, segment, where=f"segment {number}")
+    heads = {(s.keys.shape[1], s.values.shape[3]) for s in segments}
+    if len(heads) > 1:
+        raise ValueError(
+            "all segments must have the same number of KV heads and the same value head size, "
+            f"got (Hkv, Dv) = {sorted(heads)}"
+        )
+    if causal:
+        _check_causal(query, segments[-1])
+
+
+def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
+    keys, values = segment.keys, segment.values
+    shapes = f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
+    if keys.ndim != 4 or values.ndim != 4:
+        raise ValueError(f"{where}: keys and values must be [B, Hkv, T, D]; got {shapes}")
+    if keys.shape[:3] != values.shape[:3]:
+        raise ValueError(f"{where}: keys and values must agree in B, Hkv and T; got {shapes}")
+    if keys.shape[0] != query.shape[0]:
+        raise ValueError(f"{where}: batch must be that of the query; got {shapes}")
+    if keys.shape[3] != query.shape[3]:
+        raise ValueError(f"{where}: key head size must be that of the query; got {shapes}")
+    if keys.shape[1] < 1 or query.shape[1] % keys.shape[1]:
+        raise ValueError(f"{where}: Hq must be a multiple of Hkv; got {shapes}")
+    for name, tensor in (("keys", keys), ("values", values)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(
+                f"{where}: {name} are {tensor.dtype} but the query is {query.dtype}; cast one"
+            )
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{where}: {name} are on {tensor.device} but the query is on {query.device}; "
+                "move one"
+            )
+    for term in segment.noise:
+        _check_noise(keys, term, where=where)
+
+
+def _check_noise(keys: Tensor, term: ScoreNoise, *, where: str) -> None:
+    batch, heads, tokens, head_dim = keys.shape
+    group_size = term.query_map.group_size
+    if group_size < 1 or head_dim % group_size:
+        raise ValueError(
+            f"{where}: noise groups of {group_size} channels do not divide head size {head_dim}"
+        )
+    full = (batch, heads, tokens, head_dim // group_size)
+    shape = tuple(term.weights.shape)
+    if any(got not in (1, want) for got, want in zip(shape, full, strict=True)):
+        raise ValueError(
+            f"{where}: noise weights must broadcast to [B, Hkv, T, F] = {full}, got {shape}"
+        )
+    if term.weights.device != keys.device:
+        raise ValueError(
+            f"{where}: noise weights are on {term.weights.device}, keys on {keys.device}; move one"
+        )
+    if term.exact and term.query_map.power != 2:
+        raise ValueError(
+            f"{where}: exact noise takes squared steps (power 2), got power {term.query_map.power}"
+        )
+
+
+def _check_causal(query: Tensor, last: Segment) -> None:
+    if last.keys.shape[2] != query.shape[2]:
+        raise ValueError(
+            "causal=True expects the last segment to hold the queries' own "
+            f"{query.shape[2]} tokens, got {last.keys.shape[2]}"
+        )
+    if last.noise:
+        raise ValueError(
+            "causal=True: the last segment holds the current chunk, whose scores no correction "
+            "may touch, but it carries noise; give it noise=()"
+        )

@@ -1,0 +1,106 @@
+"""Which backend serves a call, and why."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from videokv.attention.checks import check_call
+from videokv.protocols import AttentionBackend, Segment
+
+# Modules with a BACKEND, in the order in which "auto" tries them; imported when first needed.
+_MODULES = {"sdpa": "videokv.attention.sdpa", "eager": "videokv.attention.eager"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend's name and the reason it was taken."""
+
+    backend: str
+    why: str
+
+
+def backend_names() -> tuple[str, ...]:
+    """Backends that can be asked for, in the order in which "auto" tries them."""
+    return tuple(_MODULES)
+
+
+def load_backend(name: str) -> AttentionBackend:
+    """The backend called ``name``; ValueError where there is none."""
+    if name not in _MODULES:
+        raise ValueError(f"unknown backend {name!r}; use 'auto' or one of {backend_names()}")
+    found: AttentionBackend = importlib.import_module(_MODULES[name]).BACKEND
+    return found
+
+
+def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str = "auto") -> Choice:
+    """The backend that ``attend`` would use, and why.
+
+    Raises ValueError with the backend's own words where one asked for by name refuses.
+    """
+    filled = [s for s in segments if s.keys.shape[2]]
+    if backend != "auto":
+        reason = load_backend(backend).refusal(query, filled)
+        if reason is not None:
+            raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
+        return Choice(backend, "asked for")
+    refusals: list[str] = []
+    for name in _MODULES:
+        reason = load_backend(name).refusal(query, filled)
+        if reason is None:
+            return Choice(name, "; ".join(refusals) or "the fastest that serves the call")
+        refusals.append(f"{name} refused: {reason}")
+    raise ValueError("no attention backend serves this call: " + "; ".join(refusals))
+
+
+def attend(
+    query: Tensor,
+    segments: Sequence[Segment],
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    causal: bool = False,
+    need_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(scale q k^T - b) v, one softmax over all segments.
+
+    query: ``[B, Hq, M, D]``. segments: the chunks in order, then the current one; empty ones are
+    skipped. b corrects the scores of segments that carry noise, and of no other. scale: softmax
+    scale, 1/sqrt(D) by default. causal: the last segment holds the queries' own M tokens; query m
+    sees all earlier segments and the rows <= m of the last. backend: "auto", "sdpa" or "eager".
+
+    Returns the output ``[B, Hq, M, Dv]`` in the query's dtype and, where ``need_lse``, the
+    natural-log log-sum-exp of the corrected scores ``[B, Hq, M]`` in float32 (float64 for float64
+    inputs), else None. Without a single key the output is 0 and the log-sum-exp -inf.
+
+    Raises ValueError for shapes, dtypes or devices that do not fit, and where a backend asked for
+    by name cannot serve the call.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    check_call(query, segments, scale=scale, causal=causal)
+    filled = [s for s in segments if s.keys.shape[2]]
+    if not filled or not query.shape[2]:
+        return _nothing_seen(query, segments[0].values.shape[3], need_lse=need_lse)
+    choice = explain_choice(query, filled, backend=backend)
+    if backend == "auto" and choice.backend != next(iter(_MODULES)):
+        _say_once(f"attention runs on backend {choice.backend!r}: {choice.why}")
+    return load_backend(choice.backend).attend(
+        query, filled, scale=scale, causal=causal, need_lse=need_lse
+    )
+
+
+def _nothing_seen(query: Tensor, value_dim: int, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    out = query.new_zeros(*query.shape[:3], value_dim)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return out, out.new_full(out.shape[:3], -torch.inf, dtype=dtype) if need_lse else None
+
+
+@functools.lru_cache(maxsize=256)
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

@@ -1,0 +1,131 @@
+"""The correction as extra channels of q and k, so that any stock kernel computes it.
+
+    scale [q, -phi/scale] . [k, omega] = scale q.k - sum_f phi_f omega_f
+
+Chunks with the same query map share columns; a chunk without a map has zeros in its columns, so its
+scores are corrected by exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from videokv.noise import QueryMap
+from videokv.protocols import Segment
+
+COLUMN_BUDGET = 32
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnCall:
+    """One kernel call: segments, and the distinct query maps their columns need."""
+
+    segments: tuple[Segment, ...]
+    maps: tuple[QueryMap, ...] = ()
+
+    @property
+    def columns(self) -> int:
+        """Columns appended to q and k."""
+        head_dim = self.segments[0].keys.shape[3]
+        return sum(head_dim // m.group_size for m in self.maps)
+
+    def joined(self, segment: Segment) -> ColumnCall:
+        """The same call with one more segment."""
+        maps = list(self.maps)
+        for term in segment.noise:
+            if not any(term.query_map.same_as(m) for m in maps):
+                maps.append(term.query_map)
+        return ColumnCall((*self.segments, segment), tuple(maps))
+
+
+def plan_calls(
+    segments: Sequence[Segment], *, budget: int = COLUMN_BUDGET
+) -> tuple[ColumnCall, ...]:
+    """Segments packed into as few calls as first fit finds, each of at most ``budget`` columns.
+
+    A segment that alone needs more columns than the budget gets a call with as many as it needs.
+    Segments without noise go with the first call.
+    """
+    calls: list[ColumnCall] = []
+    for segment in segments:
+        for number, call in enumerate(calls):
+            wider = call.joined(segment)
+            if wider.columns <= budget or wider.columns == call.columns:
+                calls[number] = wider
+                break
+        else:
+            calls.append(ColumnCall(()).joined(segment))
+    return tuple(calls)
+
+
+def with_columns(
+    query: Tensor, call: ColumnCall, *, scale: float, width: int
+) -> tuple[Tensor, Tensor]:
+    """q ``[B, Hq, M, width]`` and k ``[B, Hkv, T, width]`` with columns, zero-padded to width.
+
+    In bfloat16 and float16 every column of q and k is brought to the same size by a power of two,
+    so that neither overflows nor goes subnormal; what remains is the rounding of both factors, an
+    error of at most 2^-7 of b in bfloat16 and 2^-10 in float16.
+    """
+    head_dim = query.shape[3]
+    keys = [s.keys for s in call.segments]
+    if width == head_dim:
+        return query, keys[0] if len(keys) == 1 else torch.cat(keys, 2)
+    end = head_dim + call.columns
+    tokens = sum(k.shape[2] for k in keys)
+    wide_query = query.new_zeros(*query.shape[:3], width)
+    wide_keys = query.new_zeros(query.shape[0], keys[0].shape[1], tokens, width)
+    wide_query[..., :head_dim] = query
+    start = 0
+    for part in keys:
+        wide_keys[:, :, start : start + part.shape[2], :head_dim] = part
+        start += part.shape[2]
+    if call.columns:
+        phi, omega = _columns(query, call, scale=scale)
+        if query.dtype in _HALF:
+            phi, omega = balance(phi, omega)
+        wide_query[..., head_dim:end] = phi
+        wide_keys[..., head_dim:end] = omega
+    return wide_query, wide_keys
+
+
+def _columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:
+    """-phi/scale ``[B, Hq, M, F]`` and omega ``[B, Hkv, T, F]``, at least float32."""
+    phi = torch.cat([m.features(query, scale=scale) for m in call.maps], -1) * (-1 / scale)
+    batch, heads, _, head_dim = call.segments[0].keys.shape
+    tokens = sum(s.keys.shape[2] for s in call.segments)
+    omega = phi.new_zeros(batch, heads, tokens, phi.shape[3])
+    starts = [0]
+    for query_map in call.maps:
+        starts.append(starts[-1] + head_dim // query_map.group_size)
+    first = 0
+    for segment in call.segments:
+        last = first + segment.keys.shape[2]
+        for term in segment.noise:
+            place = next(i for i, m in enumerate(call.maps) if term.query_map.same_as(m))
+            omega[:, :, first:last, starts[place] : starts[place + 1]] += term.weights
+        first = last
+    return phi, omega
+
+
+def balance(phi: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale column f of phi by 2^n and of omega by 2^-n (n per batch, KV head and column).
+
+    n makes the largest entries of both alike; their product does not change. A column that is zero
+    on one side is set to zero on both: 0 times an overflow would be NaN.
+    """
+    heads = omega.shape[1]
+    query_peak = phi.abs().amax(2).unflatten(1, (heads, -1)).amax(2)  # [B, Hkv, F]
+    key_peak = omega.abs().amax(2)
+    usable = (query_peak > 0) & (key_peak > 0)
+    exponent = ((torch.log2(key_peak) - torch.log2(query_peak)) / 2).round().clamp(-60, 60)
+    exponent = torch.where(usable, exponent, 0.0)
+    up = torch.where(usable, torch.exp2(exponent), 0.0)
+    down = torch.where(usable, torch.exp2(-exponent), 0.0)
+    repeats = phi.shape[1] // heads
+    return phi * up.repeat_interleave(repeats, 1).unsqueeze(2), omega * down.unsqueeze(2)

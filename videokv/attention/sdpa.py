@@ -1,0 +1,122 @@
+"""Corrected attention on stock kernels: the correction rides in columns appended to q and k.
+
+No custom kernel and no score-sized tensor; the log-sum-exp is the kernel's own. Chunks with one
+query map share columns; maps that together need more than 32 columns are served by one call per
+group of maps, merged by log-sum-exp. causal=True is a call over the earlier segments, merged with
+a causal one over the last. Without noise and without a log-sum-exp the result is, bit for bit,
+``F.scaled_dot_product_attention(q, cat(k), cat(v), scale=scale)``.
+
+Precision: float32 and float64 to the kernel's own rounding. In bfloat16 (float16) the correction is
+off by at most 2^-7 (2^-10) of itself, next to the kernel's rounding; merged calls round their
+outputs once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from videokv.attention.columns import ColumnCall, plan_calls, with_columns
+from videokv.attention.merge import merge_parts
+from videokv.attention.stock_kernels import KernelChoice, choose_kernel, round_up
+from videokv.protocols import Segment
+
+
+class SdpaBackend:
+    """Appended columns and PyTorch's kernels: CPU, cuDNN, flash or memory-efficient."""
+
+    name = "sdpa"
+
+    def refusal(self, query: Tensor, segments: Sequence[Segment]) -> str | None:
+        """Exact terms, and sizes that no stock kernel of this device takes."""
+        if any(term.exact for s in segments for term in s.noise):
+            return (
+                "sdpa serves corrections that are columns; correction 'exact' is not: use "
+                "backend='eager', or correction 'taylor' or 'cumulant'"
+            )
+        for call in plan_calls(segments):
+            choice = _choice(query, call, causal=False)
+            if isinstance(choice, str):
+                return _too_wide(query, call, choice) if call.columns else f"sdpa: {choice}"
+        return None
+
+    def attend(
+        self,
+        query: Tensor,
+        segments: Sequence[Segment],
+        *,
+        scale: float,
+        causal: bool = False,
+        need_lse: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``AttentionBackend.attend``; the lse is float64 for float64 inputs.
+
+        Raises ValueError with the reason where no kernel can serve the call.
+        """
+        causal = causal and query.shape[2] > 1  # one row sees all of its segment
+        split = causal and len(segments) > 1
+        if not need_lse and not split and not any(s.noise for s in segments):
+            return _plain(query, segments, scale=scale, causal=causal), None
+        free = segments[:-1] if causal else segments
+        parts = [_run(query, call, scale=scale, causal=False) for call in plan_calls(free)]
+        if causal:
+            last = ColumnCall(()).joined(segments[-1])
+            parts.append(_run(query, last, scale=scale, causal=True))
+        out, lse = parts[0] if len(parts) == 1 else merge_parts(parts)
+        return out, lse if need_lse else None
+
+
+def _too_wide(query: Tensor, call: ColumnCall, reason: str) -> str:
+    return (
+        f"sdpa appends {call.columns} columns to head size {query.shape[3]}, but {reason}; use a "
+        "larger group_size of the quantizer, or backend='eager'"
+    )
+
+
+def _plain(query: Tensor, segments: Sequence[Segment], *, scale: float, causal: bool) -> Tensor:
+    keys, values = _cat([s.keys for s in segments]), _cat([s.values for s in segments])
+    repeats = query.shape[1] // keys.shape[1]
+    fused = query.dtype in (torch.bfloat16, torch.float16) and keys.shape[3] == values.shape[3]
+    if repeats > 1 and query.device.type == "cuda" and not fused:
+        # Only the math kernel takes grouped heads here, and it materialises the scores.
+        keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+        repeats = 1
+    return functional.scaled_dot_product_attention(
+        query, keys, values, scale=scale, is_causal=causal, enable_gqa=repeats > 1
+    )
+
+
+def _choice(query: Tensor, call: ColumnCall, *, causal: bool) -> KernelChoice | str:
+    first = call.segments[0]
+    return choose_kernel(
+        device=query.device,
+        dtype=query.dtype,
+        head_dim=round_up(query.shape[3] + call.columns, 8),
+        value_dim=first.values.shape[3],
+        heads_per_kv=query.shape[1] // first.keys.shape[1],
+        causal=causal,
+    )
+
+
+def _run(query: Tensor, call: ColumnCall, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """One kernel call: output ``[B, Hq, M, Dv]`` and lse ``[B, Hq, M]``."""
+    choice = _choice(query, call, causal=causal)
+    if isinstance(choice, str):
+        raise ValueError(f"backend 'sdpa' cannot serve this call: {choice}; use backend='eager'")
+    wide_query, wide_keys = with_columns(query, call, scale=scale, width=choice.head_dim)
+    values = _cat([s.values for s in call.segments])
+    value_dim = values.shape[3]
+    if choice.value_dim > value_dim:
+        values = functional.pad(values, (0, choice.value_dim - value_dim))
+    out, lse = choice.run(wide_query, wide_keys, values, scale=scale, causal=causal)
+    return out[..., :value_dim], lse
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+BACKEND = SdpaBackend()

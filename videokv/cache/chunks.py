@@ -1,0 +1,141 @@
+"""What a layer holds: rows that are not final yet, dense chunks and packed chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from videokv.protocols import Packed, Segment
+
+SAMPLED_QUERIES = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Dense rows of consecutive tokens from ``start``, each tensor owning its storage.
+
+    keys ``[B, Hkv, T, D]``, values ``[B, Hkv, T, Dv]``, queries ``[B, Hq, T, D]`` or None.
+    """
+
+    start: int
+    keys: Tensor
+    values: Tensor
+    queries: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+    def __getitem__(self, part: slice) -> Rows:
+        """A copy of some rows; all of them are given as they are."""
+        first, last, _ = part.indices(self.tokens)
+        if (first, last) == (0, self.tokens):
+            return self
+        return self.each(lambda t: t[:, :, first:last].clone(), start=self.start + first)
+
+    def each(self, function: Callable[[Tensor], Tensor], *, start: int | None = None) -> Rows:
+        queries = None if self.queries is None else function(self.queries)
+        start = self.start if start is None else start
+        return Rows(start, function(self.keys), function(self.values), queries)
+
+    def followed_by(self, after: Rows) -> Rows:
+        """Both in one; queries are kept only where both have them."""
+        queries = None
+        if self.queries is not None and after.queries is not None:
+            queries = torch.cat([self.queries, after.queries], 2)
+        keys = torch.cat([self.keys, after.keys], 2)
+        return Rows(self.start, keys, torch.cat([self.values, after.values], 2), queries)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseChunk:
+    """A final chunk in the model's dtype: sink, recent, or the cache has no quantizer.
+
+    ordinal: its place among all chunks ever committed. queries: sampled rows
+    ``[B, Hq, <= 128, D]`` that the correction will be fitted with once it is packed, or None.
+    pinned: stays dense for good (rows of a packed chunk that was cut: packing them again would
+    drift).
+    """
+
+    ordinal: int
+    start: int
+    keys: Tensor
+    values: Tensor
+    queries: Tensor | None = None
+    pinned: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+    def stored(self) -> tuple:
+        """What attention reads of it; the sampled queries are state, not cache."""
+        return (self.keys, self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedChunk:
+    """A final chunk in few bits. A side without quantizer is a dense tensor.
+
+    factors: numbers that the correction stored, or None.
+    """
+
+    ordinal: int
+    start: int
+    tokens: int
+    keys: Packed | Tensor
+    values: Packed | Tensor
+    factors: Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+    def stored(self) -> tuple:
+        return (self.keys, self.values, self.factors)
+
+    def sides(self) -> list[Packed]:
+        """The sides that are really packed."""
+        return [side for side in (self.keys, self.values) if not isinstance(side, Tensor)]
+
+
+Chunk = DenseChunk | PackedChunk
+
+
+def decoded(side: Packed | Tensor, dtype: torch.dtype) -> Tensor:
+    """One side of a packed chunk as ``[B, H, T, D]``."""
+    return side if isinstance(side, Tensor) else side.decode(dtype)
+
+
+def sampled(queries: Tensor | None) -> Tensor | None:
+    """At most 128 evenly spaced rows of ``[B, Hq, T, D]``, a copy, without random draws."""
+    if queries is None:
+        return None
+    tokens = queries.shape[2]
+    count = min(SAMPLED_QUERIES, tokens)
+    rows = (2 * torch.arange(count, device=queries.device) + 1) * tokens // (2 * count)
+    return queries.index_select(2, rows)
+
+
+def sliced(segment: Segment, first: int, last: int) -> Segment:
+    """Rows first..last of a segment; noise that is one for all tokens stays as it is."""
+    if (first, last) == (0, segment.keys.shape[2]):
+        return segment
+    noise = tuple(
+        term
+        if term.weights.shape[2] == 1
+        else type(term)(term.weights[:, :, first:last], term.query_map, term.exact)
+        for term in segment.noise
+    )
+    return Segment(segment.keys[:, :, first:last], segment.values[:, :, first:last], noise)

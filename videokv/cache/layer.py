@@ -1,0 +1,472 @@
+"""One layer of a cache: a dense mutable tail, then chunks that are final."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from videokv.cache.chunks import (
+    Chunk,
+    DenseChunk,
+    PackedChunk,
+    Rows,
+    decoded,
+    sampled,
+    sliced,
+)
+from videokv.cache.moment import QueryMoment, updated
+from videokv.cache.policy import CachePolicy
+from videokv.cache.select import selected
+from videokv.cache.workspace import Decoders
+from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
+from videokv.tensors import map_tensors, require_finite, walk_tensors
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How all layers encode. ``keys`` or ``values`` None: that side stays dense."""
+
+    keys: Quantizer | None
+    values: Quantizer | None
+    correction: Correction | None
+    policy: CachePolicy
+    seed: int
+
+    @property
+    def dense(self) -> bool:
+        """Whether nothing is ever packed."""
+        return self.keys is None and self.values is None
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What every later write must agree with."""
+
+    batch: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> Layout:
+        return cls(*keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+
+    def describe(self) -> str:
+        return (
+            f"batch {self.batch}, {self.kv_heads} key/value heads, head sizes {self.key_dim} and "
+            f"{self.value_dim}, {self.dtype} on {self.device}"
+        )
+
+    def token_bytes(self) -> int:
+        """Bytes of one token, all batch rows and heads, in the model's dtype."""
+        size = self.key_dim + self.value_dim
+        return self.batch * self.kv_heads * size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState:
+    """Everything a layer remembers; replaced as a whole, so that a failed commit undoes itself.
+
+    length: tokens committed since the start, dropped ones included. chunks: final, in order.
+    open: committed rows waiting to fill a chunk. tail: rows written but not committed.
+    """
+
+    length: int = 0
+    chunks: tuple[Chunk, ...] = ()
+    open: Rows | None = None
+    tail: Rows | None = None
+    moment: QueryMoment | None = None
+    layout: Layout | None = None
+
+
+class LayerCache:
+    """Keys and values of one layer.
+
+    Tensors that are written are copied: nothing of the caller's stays alive. Token positions count
+    from the start of the sequence and go on counting when chunks are dropped.
+    """
+
+    def __init__(self, index: int, coding: Coding) -> None:
+        self.index = index
+        self.coding = coding
+        self.state = LayerState()
+        self.encode_calls = 0
+        self.decode_calls = 0
+
+    @property
+    def written_end(self) -> int:
+        """Position after the last row written, committed or not."""
+        tail = self.state.tail
+        return self.state.length if tail is None else tail.end
+
+    @property
+    def visible_tokens(self) -> int:
+        """Committed tokens that are still held."""
+        state = self.state
+        waiting = 0 if state.open is None else state.open.tokens
+        return sum(chunk.tokens for chunk in state.chunks) + waiting
+
+    def write(self, start: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """Copy rows of tokens ``start...`` into the tail, over what was written there before.
+
+        keys ``[B, Hkv, T, D]``, values ``[B, Hkv, T, Dv]``, queries ``[B, Hq, T, D]`` or None.
+
+        Raises:
+            ValueError: shapes or dtypes disagree, or the rows overlap committed ones or leave a
+                gap after the rows before.
+        """
+        layout = self._checked(keys, values, queries)
+        tail, length = self.state.tail, self.state.length
+        if not length <= start <= self.written_end:
+            what = "overlap committed rows" if start < length else "leave a gap"
+            raise ValueError(
+                f"layer {self.index}: rows from token {start} {what}; {length} tokens are "
+                f"committed and rows are written up to {self.written_end}: start in between"
+            )
+        if keys.shape[2] == 0:
+            return
+        if self.coding.dense:
+            queries = None
+        fresh = Rows(start, keys.detach(), values.detach(), _detached(queries))
+        if tail is None or start == length and fresh.end >= tail.end:
+            tail = _overwrite(tail, fresh)
+        else:
+            tail = _spliced(tail, fresh)
+        self.state = replace(self.state, tail=tail, layout=layout)
+
+    def check_commit(self, end: int) -> None:
+        """Raise ValueError where rows up to ``end`` were not written."""
+        if self.written_end < end:
+            raise ValueError(
+                f"layer {self.index}: commit({end}) needs its rows up to token {end}, got rows up "
+                f"to {self.written_end}; write every layer before the commit"
+            )
+
+    def all_finite(self, end: int) -> Tensor:
+        """A bool tensor on the device: are the rows up to ``end`` finite? (No synchronisation.)"""
+        assert self.state.tail is not None
+        rows = self.state.tail[: end - self.state.length]
+        parts = [torch.isfinite(t).all() for t in walk_tensors(rows)]
+        return torch.stack(parts).all()
+
+    def refuse_infinite(self, end: int) -> None:
+        """Raise ValueError naming this layer and what is not finite in it."""
+        assert self.state.tail is not None
+        rows = self.state.tail[: end - self.state.length]
+        for what, tensor in (("keys", rows.keys), ("values", rows.values)):
+            require_finite(tensor, what=what, layer=self.index)
+        if rows.queries is not None:
+            require_finite(rows.queries, what="queries", layer=self.index)
+
+    def commit(self, end: int, *, scale: float) -> None:
+        """Make the tail's rows up to ``end`` final: drop, pack and keep chunks as the policy says.
+
+        Query statistics are updated after packing, so that codes depend on the past alone.
+        """
+        state, policy = self.state, self.coding.policy
+        assert state.tail is not None and state.layout is not None
+        fresh, rest = _split(state.tail, end - state.length)
+        pieces, waiting = _pieces(state.open, fresh, policy.chunk_tokens)
+        chunks = [*state.chunks, *self._dense(pieces)]
+        surplus = policy.surplus([chunk.ordinal for chunk in chunks])
+        moment = state.moment
+        self.state = replace(
+            state,
+            length=end,
+            chunks=self._aged(chunks, surplus, scale=scale),
+            open=waiting,
+            tail=rest,
+            moment=moment
+            if fresh.queries is None
+            else updated(moment, fresh.queries, kv_heads=state.layout.kv_heads),
+        )
+
+    def decoders(self, ranges: Sequence[tuple[int, int]] | None = None) -> Decoders:
+        """For each packed chunk, by ordinal: what decodes it, with the noise to correct.
+
+        ranges: only chunks that hold tokens of these (start, end).
+        """
+        return {
+            chunk.ordinal: self._decoder(chunk)
+            for chunk in self.state.chunks
+            if isinstance(chunk, PackedChunk)
+            and (ranges is None or any(a < chunk.end and chunk.start < b for a, b in ranges))
+        }
+
+    def segments(
+        self, unpacked: dict[int, Segment], *, tail: bool = False
+    ) -> list[tuple[int, Segment]]:
+        """(start, segment) of everything committed, in order, packed chunks taken from
+        ``unpacked``; with ``tail`` the rows not yet committed too."""
+        state = self.state
+        found = [
+            (chunk.start, Segment(chunk.keys, chunk.values))
+            if isinstance(chunk, DenseChunk)
+            else (chunk.start, unpacked[chunk.ordinal])
+            for chunk in state.chunks
+            if isinstance(chunk, DenseChunk) or chunk.ordinal in unpacked
+        ]
+        for rows in (state.open, state.tail if tail else None):
+            if rows is not None:
+                found.append((rows.start, Segment(rows.keys, rows.values)))
+        return found
+
+    def crop(self, length: int, *, decode_partial: bool) -> None:
+        """Forget every token from ``length`` on, the tail included.
+
+        Query statistics stay. A packed chunk is never packed again: cutting inside one raises
+        ValueError, or with ``decode_partial`` its first rows are decoded and stay dense.
+        """
+        state = self.state
+        chunks: list[Chunk] = [chunk for chunk in state.chunks if chunk.end <= length]
+        cut = [chunk for chunk in state.chunks if chunk.start < length < chunk.end]
+        chunks += [self._cut(chunk, length, decode_partial=decode_partial) for chunk in cut]
+        waiting = state.open
+        if waiting is not None:
+            kept = length - waiting.start
+            waiting = waiting[:kept] if kept > 0 else None
+        self.state = replace(
+            state,
+            length=min(length, state.length),
+            chunks=tuple(chunks),
+            open=waiting,
+            tail=None,
+        )
+
+    def select_batch(self, index: Tensor) -> None:
+        """Keep the batch rows ``index`` (in that order, repeats allowed), codes unchanged."""
+        if self.state.layout is not None:
+            layout = replace(self.state.layout, batch=index.numel())
+            batch = self.state.layout.batch
+            self.state = replace(
+                selected(self.state, index.to(layout.device), batch=batch), layout=layout
+            )
+
+    def to(self, device: torch.device) -> None:
+        """Move everything to a device."""
+        if self.state.layout is not None:
+            layout = replace(self.state.layout, device=device)
+            self.state = replace(map_tensors(self.state, _mover(device)), layout=layout)
+
+    def held(self) -> list[object]:
+        """Everything that attention reads now or once it is committed."""
+        rows = [rows for rows in (self.state.open, self.state.tail) if rows is not None]
+        dense = [(each.keys, each.values) for each in rows]
+        return [*(chunk.stored() for chunk in self.state.chunks), *dense]
+
+    def statistics(self) -> list[object]:
+        """What only the writer needs: the second moment and queries kept for a fit."""
+        state = self.state
+        rows = [rows.queries for rows in (state.open, state.tail) if rows is not None]
+        kept = [chunk.queries for chunk in state.chunks if isinstance(chunk, DenseChunk)]
+        return [state.moment, *rows, *kept]
+
+    def dense_bytes(self) -> int:
+        """Bytes of the same tokens (and tail) in the model's dtype."""
+        state = self.state
+        if state.layout is None:
+            return 0
+        tail = 0 if state.tail is None else state.tail.tokens
+        return state.layout.token_bytes() * (self.visible_tokens + tail)
+
+    def _checked(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Layout:
+        where = f"layer {self.index}"
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"{where}: keys and values must be [B, Hkv, T, D] with equal B, Hkv and T, got "
+                f"{tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        if not keys.dtype.is_floating_point or values.dtype != keys.dtype:
+            raise ValueError(
+                f"{where}: keys and values must share a floating-point dtype, got {keys.dtype} "
+                f"and {values.dtype}"
+            )
+        layout, expected = Layout.of(keys, values), self.state.layout
+        if expected is not None and layout.describe() != expected.describe():
+            raise ValueError(
+                f"{where} holds {expected.describe()}; got {layout.describe()}. Reset the cache "
+                "or make another one"
+            )
+        if queries is not None:
+            _check_queries(queries, keys, where)
+        if expected is None:
+            for quantizer, size in (
+                (self.coding.keys, layout.key_dim),
+                (self.coding.values, layout.value_dim),
+            ):
+                if quantizer is not None:
+                    quantizer.check(size)
+        return layout
+
+    def _dense(self, pieces: Sequence[Rows]) -> list[DenseChunk]:
+        chunks = self.state.chunks
+        first = chunks[-1].ordinal + 1 if chunks else 0
+        return [
+            DenseChunk(
+                ordinal,
+                piece.start,
+                piece.keys,
+                piece.values,
+                sampled(piece.queries) if self._needs_queries(ordinal) else None,
+            )
+            for ordinal, piece in enumerate(pieces, first)
+        ]
+
+    def _needs_queries(self, ordinal: int) -> bool:
+        """Whether a chunk will be fitted one day: sink chunks never are."""
+        return self.coding.correction is not None and ordinal >= self.coding.policy.sink_chunks
+
+    def _aged(self, chunks: list[Chunk], surplus: set[int], *, scale: float) -> tuple[Chunk, ...]:
+        """The chunks that stay, those packed that are neither sink nor recent any more."""
+        newest = chunks[-1].ordinal if chunks else 0
+        previous: PackedChunk | None = None
+        kept: list[Chunk] = []
+        for chunk in chunks:
+            if isinstance(chunk, PackedChunk):
+                previous = chunk
+            if chunk.ordinal in surplus:
+                continue
+            if isinstance(chunk, DenseChunk) and self._to_pack(chunk, newest):
+                chunk = previous = self._packed(chunk, previous, scale=scale)
+            kept.append(chunk)
+        return tuple(kept)
+
+    def _to_pack(self, chunk: DenseChunk, newest: int) -> bool:
+        dense = self.coding.dense or chunk.pinned
+        return not dense and not self.coding.policy.stays_dense(chunk.ordinal, newest)
+
+    def _packed(
+        self, chunk: DenseChunk, previous: PackedChunk | None, *, scale: float
+    ) -> PackedChunk:
+        before = (None, None) if previous is None else (previous.keys, previous.values)
+        keys = self._encoded(chunk.keys, "key", self.coding.keys, before[0])
+        values = self._encoded(chunk.values, "value", self.coding.values, before[1])
+        factors = None
+        if self.coding.correction is not None and not isinstance(keys, Tensor):
+            factors = self.coding.correction.fit(keys, chunk.keys, chunk.queries, scale=scale)
+        return PackedChunk(chunk.ordinal, chunk.start, chunk.tokens, keys, values, factors)
+
+    def _encoded(
+        self,
+        x: Tensor,
+        role: Role,
+        quantizer: Quantizer | None,
+        previous: Packed | Tensor | None,
+    ) -> Packed | Tensor:
+        if quantizer is None:
+            return x
+        moment = self.state.moment
+        self.encode_calls += 1
+        return quantizer.encode(
+            x,
+            EncodeContext(
+                layer=self.index,
+                role=role,
+                seed=self.coding.seed,
+                query_moment=None if moment is None else moment.mean,
+                query_count=0 if moment is None else moment.count,
+                previous=None if isinstance(previous, Tensor) else previous,
+            ),
+        )
+
+    def _decoder(self, chunk: PackedChunk) -> Callable[[], Segment]:
+        def decode() -> Segment:
+            assert self.state.layout is not None
+            dtype, correction = self.state.layout.dtype, self.coding.correction
+            self.decode_calls += len(chunk.sides())
+            noise: tuple = ()
+            if correction is not None and not isinstance(chunk.keys, Tensor):
+                noise = correction.noise(chunk.keys, chunk.factors)
+            return Segment(decoded(chunk.keys, dtype), decoded(chunk.values, dtype), noise)
+
+        return decode
+
+    def _cut(self, chunk: Chunk, length: int, *, decode_partial: bool) -> DenseChunk:
+        count = length - chunk.start
+        if isinstance(chunk, DenseChunk):
+            keys, values = (t[:, :, :count].clone() for t in (chunk.keys, chunk.values))
+            return replace(chunk, keys=keys, values=values)
+        if not decode_partial:
+            raise ValueError(
+                f"layer {self.index}: crop({length}) cuts the packed chunk of tokens "
+                f"{chunk.start}..{chunk.end}; crop to {chunk.start} or {chunk.end}, or pass "
+                "decode_partial=True to keep its first rows dense"
+            )
+        part = sliced(self._decoder(chunk)(), 0, count)
+        return DenseChunk(
+            chunk.ordinal, chunk.start, part.keys.clone(), part.values.clone(), pinned=True
+        )
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Moves each tensor once, so that what chunks share stays shared."""
+    moved: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor.to(device)
+        return moved[id(tensor)]
+
+    return move
+
+
+def _check_queries(queries: Tensor, keys: Tensor, where: str) -> None:
+    batch, heads, tokens, size = keys.shape
+    fits = queries.ndim == 4 and queries.shape[1] % max(heads, 1) == 0
+    if not fits or (queries.shape[0], *queries.shape[2:]) != (batch, tokens, size):
+        raise ValueError(
+            f"{where}: queries must be [B, Hq, T, D] for keys {tuple(keys.shape)}, Hq a multiple "
+            f"of {heads}, got {tuple(queries.shape)}"
+        )
+
+
+def _overwrite(tail: Rows | None, fresh: Rows) -> Rows:
+    """All of the tail anew; the buffers are used again where the shapes are the same."""
+    if (
+        tail is None
+        or tail.tokens != fresh.tokens
+        or (tail.queries is None) != (fresh.queries is None)
+    ):
+        return fresh.each(lambda t: t.clone(memory_format=torch.contiguous_format))
+    for old, new in zip(walk_tensors(tail), walk_tensors(fresh), strict=True):
+        old.copy_(new)
+    return tail
+
+
+def _spliced(tail: Rows, fresh: Rows) -> Rows:
+    """The tail with ``fresh`` laid over it, from anywhere inside it or right behind it."""
+    offset = fresh.start - tail.start
+    parts = [fresh]
+    if offset:
+        parts.insert(0, tail[:offset])
+    if fresh.end < tail.end:
+        parts.append(tail[fresh.end - tail.start :])
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.followed_by(part)
+    return whole
+
+
+def _split(rows: Rows, count: int) -> tuple[Rows, Rows | None]:
+    return rows[:count], (rows[count:] if count < rows.tokens else None)
+
+
+def _pieces(
+    waiting: Rows | None, fresh: Rows, chunk_tokens: int | None
+) -> tuple[list[Rows], Rows | None]:
+    """Committed rows cut into chunks, and what is left waiting for more."""
+    if chunk_tokens is None:
+        return [fresh], None
+    rows = fresh if waiting is None else waiting.followed_by(fresh)
+    full = rows.tokens // chunk_tokens * chunk_tokens
+    pieces = [rows[at : at + chunk_tokens] for at in range(0, full, chunk_tokens)]
+    return pieces, (rows[full:] if full < rows.tokens else None)
