@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from videokv.cache.cache import KVCache
+from videokv.cache.mass import Mass
+from videokv.cache.memory import Memory
 from videokv.recipes import Recipe
 from videokv.recipes import recipe as find_recipe
 
@@ -236,11 +238,11 @@ class CompressedCache(Cache):
         rows = torch.arange(max(self._batch, 0), device=self._model.device)
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
-    def memory(self) -> Any:
-        """Bytes and bits held (``videokv.cache.cache.Memory``)."""
+    def memory(self) -> Memory:
+        """Bytes and bits held (``videokv.cache.memory.Memory``)."""
         return self.kv.memory()
 
-    def mass(self) -> Any:
+    def mass(self) -> Mass:
         """Mean attention mass on the tokens before a forward (option ``record_mass=True``)."""
         return self.kv.mass()
 
@@ -250,7 +252,7 @@ class CompressedCache(Cache):
         policy = self._recipe.policy
         if chunk is not None:
             policy = replace(policy, chunk_tokens=chunk)
-        return replace(self._recipe, policy=policy).new_cache(**self._options)
+        return replace(self._recipe, policy=policy).new_cache(layers=self._count, **self._options)
 
     def _abandon_forward(self) -> None:
         self._begun: set[int] = set()

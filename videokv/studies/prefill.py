@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from videokv.cache.memory import Memory
 from videokv.recipes import recipe as find_recipe
 from videokv.studies.journal import Journal
 from videokv.studies.prefill_inputs import (
@@ -156,13 +157,12 @@ def prefill_rows(
             nll = negative_log_likelihood(logits, window[:, 1:])
             seconds = time.perf_counter() - began
             if number:
-                case = f"chunk-{number:03d}"
-                rows.append(Row(case, recipe, "nll", nll))
-                rows.append(Row(case, recipe, "cached_mass", _mass_of_last_forward(cache)))
-                rows.append(Row(case, recipe, "seconds_per_chunk", seconds))
+                rows.append(Row(_case(number), recipe, "nll", nll))
+                rows.append(Row(_case(number), recipe, "seconds_per_chunk", seconds))
             if progress is not None:
                 progress(recipe, number + 1, count)
         cache.commit()
+        rows += mass_rows(recipe, cache.mass().steps)
         rows += memory_rows(recipe, cache.memory())
     return rows
 
@@ -175,13 +175,18 @@ def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
     return float(losses.double().mean())
 
 
-def memory_rows(recipe: str, memory: Any) -> list[Row]:
-    """The counted bytes and bits; a figure that a recipe does not have gives no row."""
-    names = ("bits_per_element", "held_bytes", "dense_bytes", "ratio")
-    values = [(name, getattr(memory, name)) for name in names]
+def mass_rows(recipe: str, steps: Sequence[float]) -> list[Row]:
+    """``cached_mass`` of each chunk from the second on, the first that has a past."""
     return [
-        Row(WHOLE_TEXT, recipe, name, value) for name, value in values if value is not None
+        Row(_case(number), recipe, "cached_mass", mass)
+        for number, mass in enumerate(steps, start=1)
     ]
+
+
+def memory_rows(recipe: str, memory: Memory) -> list[Row]:
+    """The counted bytes and bits, of the whole text."""
+    names = ("bits_per_element", "held_bytes", "dense_bytes", "ratio")
+    return [Row(WHOLE_TEXT, recipe, name, getattr(memory, name)) for name in names]
 
 
 def gap_rows(rows: Sequence[Row]) -> list[Row]:
@@ -212,6 +217,11 @@ def gap_rows(rows: Sequence[Row]) -> list[Row]:
             for case, part in zip(cases, parts, strict=True)
         ]
     return found
+
+
+def _case(number: int) -> str:
+    """The name of a chunk; the first of the text is 000."""
+    return f"chunk-{number:03d}"
 
 
 def _by_recipe(rows: Sequence[Row], metric: str) -> dict[str, dict[str, float]]:
