@@ -1,4 +1,4 @@
-"""Language models: ``videokv.transformers.CompressedCache`` (needs the extra ``[transformers]``)."""
+"""Language models: ``CompressedCache`` (needs the extra ``[transformers]``)."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ causally, those of its own forward.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any
@@ -191,11 +192,8 @@ class CompressedCache(Cache):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
     ) -> Tensor:
         """Write the rows of this forward and attend; ``[B, Hq, M, Dv]``."""
-        if key.shape[2] == 0:
-            output = query.new_zeros(*query.shape[:3], value.shape[3])
-        else:
-            self.kv.write(layer, self._length, key, value, query)
-            output = self.kv.attend(layer, query, key, value, scale=scale, causal=True)
+        self.kv.write(layer, self._length, key, value, query)
+        output = self.kv.attend(layer, query, key, value, scale=scale, causal=True)
         self._attended.add(layer)
         if len(self._attended) == self._count:
             self._length += self._tokens
@@ -283,6 +281,12 @@ class CompressedCache(Cache):
                 f"attention is not {NAME!r} (the cache belongs to another model?). Call "
                 "cache.crop(0) to drop its tokens and go on"
             )
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """How this model's forward takes a cache: ``"cache"``, or ``"past_key_values"`` before 5.24."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def attention(

@@ -144,16 +144,17 @@ def prefill_rows(
 
     ids: int64 ``[1, N + 1]``, N a multiple of ``chunk_tokens``.
     """
-    from videokv.transformers import CompressedCache
+    from videokv.adapters.transformers import CompressedCache, cache_keyword
 
     count = (ids.shape[1] - 1) // chunk_tokens
+    keyword = cache_keyword(model)
     rows: list[Row] = []
     with CompressedCache(model, recipe, chunk=chunk_tokens, record_mass=True) as cache:
         for number in range(count):
             start = number * chunk_tokens
             window = ids[:, start : start + chunk_tokens + 1]
             began = time.perf_counter()
-            logits = model(input_ids=window[:, :-1], past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=window[:, :-1], use_cache=True, **{keyword: cache}).logits
             nll = negative_log_likelihood(logits, window[:, 1:])
             seconds = time.perf_counter() - began
             if number:
@@ -169,9 +170,7 @@ def prefill_rows(
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
     """Mean of -log p(target), nats. logits ``[1, T, V]``, targets int64 ``[1, T]``."""
-    losses = torch.nn.functional.cross_entropy(
-        logits[0].float(), targets[0], reduction="none"
-    )
+    losses = torch.nn.functional.cross_entropy(logits[0].float(), targets[0], reduction="none")
     return float(losses.double().mean())
 
 
@@ -240,9 +239,7 @@ def _check_context(language: LanguageModel, tokens: int) -> None:
         )
 
 
-def _provenance(
-    language: LanguageModel, text: Text, settings: Mapping[str, Any]
-) -> dict[str, str]:
+def _provenance(language: LanguageModel, text: Text, settings: Mapping[str, Any]) -> dict[str, str]:
     import transformers
 
     return {
