@@ -310,6 +310,10 @@ class KVCache:
         self._workspace.clear()
         return self
 
+    def options(self) -> dict[str, object]:
+        """Arguments that make a cache like this one from its recipe (for saving)."""
+        return {"layers": self._fixed_layers, "scale": self._scale or self._seen_scale}
+
     def layer_states(self) -> dict[int, LayerState]:
         """What each layer remembers (for saving)."""
         return {index: layer.state for index, layer in sorted(self._layers.items())}

@@ -54,7 +54,8 @@ class Layout:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> Layout:
-        return cls(*keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        batch, heads, _, size = keys.shape
+        return cls(batch, heads, size, values.shape[3], keys.dtype, keys.device)
 
     def describe(self) -> str:
         return (

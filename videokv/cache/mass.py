@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,25 @@ def summary(calls: list[MassCall]) -> Mass:
         layers={layer: _mean(found) for layer, found in sorted(layers.items())},
         mean=_mean(values),
         steps=tuple(_mean(list(step.values())) for step in steps),
+    )
+
+
+def combined(masses: Iterable[Mass]) -> Mass:
+    """Several caches that made as many passes (the branches of a guided model), as one.
+
+    Steps come one branch after the other.
+    """
+    parts = list(masses)
+    if len(parts) == 1:
+        return parts[0]
+    layers = sorted({layer for part in parts for layer in part.layers})
+    return Mass(
+        layers={
+            layer: _mean([part.layers[layer] for part in parts if layer in part.layers])
+            for layer in layers
+        },
+        mean=_mean([part.mean for part in parts]),
+        steps=tuple(step for part in parts for step in part.steps),
     )
 
 
