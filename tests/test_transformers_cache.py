@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from videokv.adapters.transformers import attention, cache_keyword  # noqa: E402
+import videokv  # noqa: E402
+from videokv.adapters.transformers.attention import attention  # noqa: E402
+from videokv.adapters.transformers.models import cache_keyword  # noqa: E402
 from videokv.transformers import CompressedCache  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -128,14 +132,13 @@ def test_first_chunk_reads_no_packed_key(model):
 def test_corrections_touch_packed_keys_only(model, correction, monkeypatch):
     """The noise is on the packed chunk alone; rows waiting dense and the current ones have none."""
     seen = []
-    recipes = pytest.importorskip("videokv.recipes")
-    attend = recipes.Recipe.attend
+    attend = videokv.Recipe.attend
 
     def spy(self, query, segments, **options):
         seen.append([(s.keys.shape[2], bool(s.noise)) for s in segments])
         return attend(self, query, segments, **options)
 
-    monkeypatch.setattr(recipes.Recipe, "attend", spy)
+    monkeypatch.setattr(videokv.Recipe, "attend", spy)
     with CompressedCache(model, f"rtn-2bit+{correction}", chunk=32) as cache:
         prefill(model, cache, text(56), [32, 8, 16])
     assert seen[-1] == [(32, True), (8, False), (16, False)]
@@ -204,6 +207,24 @@ def test_dense_rest_is_less_than_a_chunk(sizes):
         dense_tokens = sum(s.keys.shape[2] for s in segments) - 128 * (sum(sizes) // 128)
         assert dense_tokens == sum(sizes) % 128
         assert cache.kv.encode_calls == 2 * (sum(sizes) // 128)
+
+
+# R03: R = 128 recent tokens and groups of G = 32; the first tokens may be kept exact.
+@pytest.mark.parametrize(("tokens", "packed"), [(100, 0), (1000, 26)])
+def test_recent_and_first_chunks_stay_exact(tokens, packed):
+    model = tiny_llama(layers=1)
+    recipe = videokv.recipe("rtn-2bit", sink_chunks=1, recent_chunks=4)
+    with CompressedCache(model, recipe, chunk=32) as cache:
+        prefill(model, cache, text(tokens), [tokens])
+        cache.commit()
+        exact = cache.kv.view(0)
+        assert cache.kv.encode_calls == 2 * packed
+    with CompressedCache(model, "bf16", chunk=32) as cache:
+        prefill(model, cache, text(tokens), [tokens])
+        cache.commit()
+        dense = cache.kv.view(0)
+    same = [torch.equal(a.keys, b.keys) for a, b in zip(exact, dense, strict=True)]
+    assert same == [True] + [False] * packed + [True] * (len(same) - packed - 1)
 
 
 def test_chunk_defaults_to_the_first_forward():
@@ -349,6 +370,15 @@ def test_replaced_attention_is_refused(model):
         prefill(model, cache, text(5), [5])
 
 
+def test_a_cache_made_after_that_is_not_disturbed_by_the_old_one(model):
+    old = CompressedCache(model, "bf16")
+    model.set_attn_implementation("eager")
+    with CompressedCache(model, "bf16") as cache:
+        old.close()
+        prefill(model, cache, text(5), [5])
+    assert model.config._attn_implementation == "eager"
+
+
 def test_another_model_is_refused(model):
     cache = CompressedCache(model, "bf16")
     with pytest.raises(ValueError, match="belongs to another model"):
@@ -438,3 +468,19 @@ def test_other_models_are_refused():
     )
     with pytest.raises(ValueError, match="not a plain decoder"):
         CompressedCache(transformers.T5ForConditionalGeneration(config), "bf16")
+
+
+def test_compress_names_what_serves_language_models(model):
+    with (
+        pytest.raises(ValueError, match="videokv.transformers.CompressedCache"),
+        videokv.compress(model, "rtn-2bit"),
+    ):
+        pass
+
+
+def test_importing_the_adapters_imports_no_transformers():
+    code = (
+        "import sys, videokv.adapters as a, videokv.transformers; a.adapters(); "
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -144,7 +144,8 @@ def prefill_rows(
 
     ids: int64 ``[1, N + 1]``, N a multiple of ``chunk_tokens``.
     """
-    from videokv.adapters.transformers import CompressedCache, cache_keyword
+    from videokv.adapters.transformers.models import cache_keyword
+    from videokv.transformers import CompressedCache
 
     count = (ids.shape[1] - 1) // chunk_tokens
     keyword = cache_keyword(model)

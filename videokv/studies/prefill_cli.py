@@ -41,8 +41,8 @@ def prefill(
         typer.Option(
             "--text",
             help="UTF-8 text file; repeat it for several, read one after the other. Default: the "
-            "Python language reference that comes with this Python. Any long text will do, e.g. "
-            "python -c 'import this' shows a short one; a book in .txt is better.",
+            "language reference that this Python carries for help(), English technical prose of "
+            "some 100,000 tokens, which differs a little between versions of Python.",
         ),
     ] = None,
     model: Annotated[

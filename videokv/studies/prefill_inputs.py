@@ -73,7 +73,9 @@ def load_language_model(spec: str, *, device: torch.device) -> LanguageModel:
     folder = str(path.parent if gguf else path)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **gguf)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype, **gguf)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, dtype=dtype, **gguf
+    )
     return LanguageModel(path.name, model.to(device).eval(), tokenizer)
 
 

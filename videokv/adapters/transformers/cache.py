@@ -1,52 +1,30 @@
-"""Language models of transformers: a cache that is compressed chunk by chunk, and its attention.
-
-    model.forward -> Cache.update(k, v, layer, kwargs=...) -> "videokv" attention(q, k, v, videokv=)
-                        leaves a Turn in kwargs ───────────────────────┘ writes, then attends
-
-``update`` hands the new keys and values through untouched and leaves a ``Turn`` in the keyword
-arguments of the layer; the attention function, registered as ``"videokv"``, writes them to the
-cache and attends. Keys arrive after RoPE. Tokens of a forward become final at the start of the
-next one, so chunked prefill is one forward per chunk; every query sees all earlier tokens and,
-causally, those of its own forward.
-"""
+"""The cache object that language models of transformers take."""
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from videokv.cache.cache import KVCache
-from videokv.cache.mass import Mass
-from videokv.cache.memory import Memory
+from videokv.adapters.transformers.attention import NAME, Turn
+from videokv.adapters.transformers.models import (
+    check_installed,
+    check_model,
+    install,
+    uninstall,
+)
+from videokv.cache import KVCache, Mass, Memory
 from videokv.recipes import Recipe
 from videokv.recipes import recipe as find_recipe
 
-try:
-    import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.cache_utils import Cache, CacheLayerMixin
-    from transformers.masking_utils import causal_mask_function
-except ImportError as error:
-    raise ImportError(
-        f"language models need transformers 5.x: pip install 'videokv[transformers]' ({error})"
-    ) from error
-
-NAME = "videokv"
 DECODE_CHUNK = 128
 LONGEST_CHUNK = 512
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What ``update`` passes to the attention function: whose turn it is to be written."""
-
-    cache: CompressedCache
-    layer: int
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -127,15 +105,15 @@ class CompressedCache(Cache):
         chunk: int | None = None,
         **options: Any,
     ) -> None:
-        self._count = _check_model(model)
+        self._count = check_model(model)
         self._recipe = find_recipe(recipe)
         self._options = options
         self._chosen_chunk = chunk
         self._model = model
         self.reset()
         super().__init__(layers=[CompressedLayer(self, i) for i in range(self._count)])
-        _install(model)
-        self._release = weakref.finalize(self, _uninstall, weakref.ref(model))
+        install(model)
+        self._release = weakref.finalize(self, uninstall, weakref.ref(model))
 
     # -- life -------------------------------------------------------------------------------
 
@@ -175,7 +153,7 @@ class CompressedCache(Cache):
 
     def begin(self, layer: int, keys: Tensor) -> None:
         """A forward reached this layer with new keys ``[B, Hkv, T, D]``."""
-        _check_installed(self._model)
+        check_installed(self._model)
         if layer in self._begun or self._begun != self._attended:
             self._refuse_broken_forward()
         if not self._begun:
@@ -281,168 +259,3 @@ class CompressedCache(Cache):
                 f"attention is not {NAME!r} (the cache belongs to another model?). Call "
                 "cache.crop(0) to drop its tokens and go on"
             )
-
-
-def cache_keyword(model: PreTrainedModel) -> str:
-    """How this model's forward takes a cache: ``"cache"``, or ``"past_key_values"`` before 5.24."""
-    names = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
-
-
-def attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    videokv: Turn | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function ``"videokv"``: query ``[B, Hq, M, D]`` -> ``[B, M, Hq, Dv]``."""
-    if videokv is None:
-        raise ValueError(
-            "this model's attention belongs to a CompressedCache but the call brought none: pass "
-            "it as past_key_values=, or give the model its own attention back with cache.close()"
-        )
-    _refuse_options(module, attention_mask, dropout, is_causal, kwargs, layer=videokv.layer)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = videokv.cache.attend(videokv.layer, query, key, value, scale=scale)
-    return output.transpose(1, 2).contiguous(), None
-
-
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *args: Any,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> None:
-    """The mask function ``"videokv"``: plain causal (None), and aloud about anything else."""
-    if mask_function is not causal_mask_function:
-        raise ValueError(
-            "CompressedCache serves plain causal attention; this model asks for another mask "
-            "(sliding window, blocks or packed sequences)"
-        )
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(
-            "CompressedCache takes no padding: the attention mask has zeros; run sequences of "
-            "one length in a batch, or each alone"
-        )
-
-
-def _refuse_options(
-    module: torch.nn.Module,
-    attention_mask: Tensor | None,
-    dropout: float,
-    is_causal: bool | None,
-    others: dict[str, Any],
-    *,
-    layer: int,
-) -> None:
-    """Whatever would be ignored is refused, naming the layer."""
-    if attention_mask is not None:
-        raise ValueError(
-            f"layer {layer} brought a mask of its own {tuple(attention_mask.shape)}; "
-            "CompressedCache serves plain causal attention only"
-        )
-    if dropout:
-        raise ValueError(f"layer {layer} has attention dropout {dropout}; call model.eval()")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not causal:
-        raise ValueError(f"layer {layer} is not causal; CompressedCache serves causal attention")
-    for option in ("sliding_window", "softcap", "s_aux", "position_bias", "output_attentions"):
-        given = others.get(option)
-        if given is not None and given is not False:
-            raise ValueError(f"layer {layer} asks for {option}; CompressedCache cannot serve it")
-
-
-def _check_model(model: PreTrainedModel) -> int:
-    """Number of layers, where every one of them is plain attention; else ValueError."""
-    if not hasattr(CacheLayerMixin, "get_max_length"):
-        raise ValueError(
-            f"CompressedCache needs transformers 5 (made with 5.24), this is "
-            f"{transformers.__version__}: pip install -U transformers"
-        )
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"CompressedCache takes a transformers model, got {type(model).__name__}; for video "
-            "models use videokv.compress"
-        )
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
-        raise ValueError(
-            f"{type(model).__name__} is not a plain decoder (encoder-decoder or several models in "
-            "one); pass its language model"
-        )
-    _refuse_layers(config)
-    return int(config.num_hidden_layers)
-
-
-def _refuse_layers(config: Any) -> None:
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        window = getattr(config, "sliding_window", None)
-        types = ["full_attention" if window is None else "sliding_attention"]
-        types = types * config.num_hidden_layers
-    wrong = [f"{i} ({kind})" for i, kind in enumerate(types) if kind != "full_attention"]
-    if getattr(config, "kv_sharing_modes", None) is not None:
-        wrong = [f"{i} ({mode})" for i, mode in enumerate(config.kv_sharing_modes)]
-    if wrong:
-        raise ValueError(
-            f"CompressedCache serves layers that attend to all earlier tokens; {config.model_type} "
-            f"has others: layers {', '.join(wrong)}"
-        )
-
-
-@dataclass
-class Installation:
-    """The attention a model came with, and how many caches have replaced it."""
-
-    original: str
-    users: int = 0
-
-
-_installations: weakref.WeakKeyDictionary[PreTrainedModel, Installation] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _install(model: PreTrainedModel) -> None:
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
-    current = model.config._attn_implementation
-    if current != NAME:
-        _installations[model] = Installation(current, 0)
-        model.set_attn_implementation(NAME)
-        if model.config._attn_implementation != NAME:
-            raise ValueError(
-                f"{type(model).__name__} does not let its attention function be set; "
-                "CompressedCache cannot serve it"
-            )
-    _installations.setdefault(model, Installation("sdpa")).users += 1
-
-
-def _uninstall(model_ref: weakref.ref[PreTrainedModel]) -> None:
-    model = model_ref()
-    installed = None if model is None else _installations.get(model)
-    if model is None or installed is None:
-        return
-    installed.users -= 1
-    if installed.users <= 0:
-        del _installations[model]
-        if model.config._attn_implementation == NAME:
-            model.set_attn_implementation(installed.original)
-
-
-def _check_installed(model: PreTrainedModel) -> None:
-    current = model.config._attn_implementation
-    if current != NAME:
-        raise ValueError(
-            f"the attention of {type(model).__name__} is {current!r}, not {NAME!r}: it was set "
-            "after this CompressedCache was made, or the cache was closed. Make a new cache"
-        )
