@@ -123,10 +123,10 @@ def rows(tokens, *, seed=0, batch=1, heads=2, size=16, value_size=None, groups=2
 
 def fill(cache, chunks, *, layers=2, start=0, **shape):
     """Write and commit chunks of the given lengths; the rows by chunk and layer."""
-    written = []
+    written, seed = [], 1000 * start
     for number, tokens in enumerate(chunks):
         for layer in range(layers):
-            q, k, v = rows(tokens, seed=1000 * start + 10 * number + layer, **shape)
+            q, k, v = rows(tokens, seed=seed + 10 * number + layer, **shape)
             cache.write(layer, start, k, v, q)
             written.append((q, k, v))
         start += tokens

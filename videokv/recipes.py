@@ -282,11 +282,10 @@ def _refuse_width(base: str) -> None:
     """Raise where the family exists and its width does not."""
     parsed = re.fullmatch(r"(?P<family>.+)-(?P<bits>\d+)bit(-psac\d+)?", base)
     family = families().get(parsed["family"]) if parsed else None
-    if parsed and family is not None:
-        widths = ", ".join(str(bits) for bits in family.bits) or "no choice of"
-        raise ValueError(
-            f"{family.name} comes in {widths} bits, got {parsed['bits']} in recipe {base!r}"
-        )
+    if parsed and family is not None and int(parsed["bits"]) not in family.bits:
+        widths = ", ".join(str(bits) for bits in family.bits)
+        offer = f"comes in {widths} bits" if widths else f"has one width; write {family.name!r}"
+        raise ValueError(f"{family.name} {offer}, got {parsed['bits']} bits in recipe {base!r}")
 
 
 def _unknown(what: str, got: str, known: list[str], *, whole: str | None = None) -> ValueError:

@@ -56,4 +56,4 @@ def _orthogonal(size: int, generator: torch.Generator) -> Tensor:
     if odd == 1:
         return power
     q, r = torch.linalg.qr(torch.randn(odd, odd, generator=generator, dtype=torch.float64))
-    return torch.kron(q * torch.sign(torch.diagonal(r)), power)
+    return torch.kron((q * torch.sign(torch.diagonal(r))).contiguous(), power)

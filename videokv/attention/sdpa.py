@@ -97,6 +97,8 @@ def _choice(query: Tensor, call: ColumnCall, *, causal: bool) -> KernelChoice | 
         head_dim=round_up(query.shape[3] + call.columns, 8),
         value_dim=first.values.shape[3],
         heads_per_kv=query.shape[1] // first.keys.shape[1],
+        rows=query.shape[2],
+        tokens=sum(s.keys.shape[2] for s in call.segments),
         causal=causal,
     )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
+_ROWS, _TOKENS = 35, 67  # odd, and not multiples of a tile
 _Kernel = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 _TOLERANCE = {
     torch.float64: 1e-9,
@@ -60,7 +61,7 @@ KERNELS: dict[str, _Kernel] = {
     "flash": _flash,
     "efficient": _efficient,
 }
-# In order of speed on one H200 (README of the benchmarks); float32 has only one.
+# In order of speed on one H200; float32 has only one.
 _CANDIDATES: dict[tuple[str, torch.dtype], tuple[str, ...]] = {
     ("cpu", torch.float64): ("cpu",),
     ("cpu", torch.float32): ("cpu",),
@@ -103,6 +104,16 @@ class KernelChoice:
         return out, lse
 
 
+@dataclass(frozen=True)
+class _ProbeSizes:
+    """The problem that a probe runs: ``[1, 2 heads_per_kv, rows, D]`` on ``[1, 2, tokens, D]``."""
+
+    heads_per_kv: int
+    rows: int
+    tokens: int
+    causal: bool
+
+
 def choose_kernel(
     *,
     device: torch.device,
@@ -110,16 +121,23 @@ def choose_kernel(
     head_dim: int,
     value_dim: int,
     heads_per_kv: int,
+    rows: int,
+    tokens: int,
     causal: bool = False,
 ) -> KernelChoice | str:
     """The first stock kernel that takes these sizes on this device, or why none does.
 
-    heads_per_kv: query heads of one KV head.
+    heads_per_kv: query heads of one KV head. rows, tokens: number of queries and of keys; only
+    whether they are 1 matters (some kernels do not take that).
     """
     index = device.index
     if device.type == "cuda" and index is None:
         index = torch.cuda.current_device()
-    return _choose(device.type, index, dtype, head_dim, value_dim, heads_per_kv, causal)
+    rows, tokens = (1 if rows == 1 else _ROWS), (1 if tokens == 1 else _TOKENS)
+    if causal:
+        rows = tokens
+    sizes = _ProbeSizes(heads_per_kv, rows, tokens, causal)
+    return _choose(device.type, index, dtype, head_dim, value_dim, sizes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,8 +147,7 @@ def _choose(
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
-    heads_per_kv: int,
-    causal: bool,
+    sizes: _ProbeSizes,
 ) -> KernelChoice | str:
     kernels = _CANDIDATES.get((device_type, dtype), ())
     if not kernels:
@@ -138,8 +155,8 @@ def _choose(
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     reasons = []
     for kernel in kernels:
-        for choice in _shapings(kernel, head_dim, value_dim, heads_per_kv):
-            reason = probe(choice, device, dtype, heads_per_kv, causal)
+        for choice in _shapings(kernel, head_dim, value_dim, sizes.heads_per_kv):
+            reason = probe(choice, device, dtype, sizes)
             if reason is None:
                 return choice
         reasons.append(f"{kernel}: {reason}")
@@ -164,11 +181,10 @@ def probe(
     choice: KernelChoice,
     device: torch.device,
     dtype: torch.dtype,
-    heads_per_kv: int,
-    causal: bool,
+    sizes: _ProbeSizes,
 ) -> str | None:
     """Why the kernel cannot serve these shapes (its own words, or a wrong result), or None."""
-    tokens, rows = (40, 40) if causal else (67, 35)
+    heads_per_kv, rows, tokens = sizes.heads_per_kv, sizes.rows, sizes.tokens
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int, length: int, width: int) -> Tensor:
@@ -181,14 +197,14 @@ def probe(
     try:
         with torch.no_grad():
             out, lse = choice.run(
-                q.to(device), k.to(device), v.to(device), scale=scale, causal=causal
+                q.to(device), k.to(device), v.to(device), scale=scale, causal=sizes.causal
             )
             out, lse = out.cpu().double(), lse.cpu().double()
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
     k, v = (x.double().repeat_interleave(heads_per_kv, 1) for x in (k, v))
     scores = q.double() @ k.transpose(-1, -2) * scale
-    if causal:
+    if sizes.causal:
         scores = scores.masked_fill(torch.ones(rows, tokens).triu(1).bool(), -torch.inf)
     if out.shape != (1, 2 * heads_per_kv, rows, choice.value_dim) or lse.shape != out.shape[:3]:
         return f"returned shapes {tuple(out.shape)} and {tuple(lse.shape)}"

@@ -338,9 +338,8 @@ class KVCache:
     def _check_index(self, index: int) -> None:
         count = self._fixed_layers
         if index < 0 or (count is not None and index >= count):
-            raise ValueError(
-                f"layer must lie in 0..{'' if count is None else count - 1}, got {index}"
-            )
+            wanted = "0 or more" if count is None else f"below {count}"
+            raise ValueError(f"layer must be {wanted}, got {index}")
 
     def _all_layers(self) -> list[LayerCache]:
         """Layers that a commit covers: all of them where their number is known."""

@@ -32,7 +32,7 @@ class Memory:
     def __str__(self) -> str:
         return (
             f"dense {_readable(self.dense_bytes)}, held {_readable(self.held_bytes)} "
-            f"({self.ratio:.2f}x smaller), {self.bits_per_element:.3f} bits per packed element, "
+            f"({self.ratio:.2f}x smaller), {self.bits_per_element:.3f} bits per element, "
             f"workspace peak {_readable(self.workspace_peak_bytes)}, "
             f"query statistics {_readable(self.state_bytes)}"
         )

@@ -210,7 +210,7 @@ def _write_whole(target: Path, tensors: dict[str, Tensor], header: str) -> None:
 
 def _checksum(tensor: Tensor) -> int:
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(raw.numpy())) if raw.numel() else 0
+    return zlib.crc32(raw.numpy().data) if raw.numel() else 0
 
 
 def _versions() -> dict[str, str]:

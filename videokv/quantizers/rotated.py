@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from videokv.kernels.quantize_groups import require_chunk
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers import register
@@ -76,9 +77,10 @@ class Rotated:
 
     def encode(self, x: Tensor, context: EncodeContext) -> RotatedChunk:
         """Pack ``[B, H, T, D]``; what is known of queries and of the past is rotated along."""
+        require_chunk(x)
         self.check(x.shape[-1])
         rotation = Rotation(x.shape[-1], context.seed)
-        rotated = rotation.apply(x.to(torch.float32))
+        rotated = rotation.apply(x.detach().to(torch.float32))
         return RotatedChunk(self.inner.encode(rotated, _inside(context, rotation)), rotation)
 
 

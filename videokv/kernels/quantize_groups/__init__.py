@@ -39,6 +39,7 @@ __all__ = [
     "quantize_groups",
     "reach",
     "real_steps",
+    "require_chunk",
     "unblocked",
 ]
 
@@ -56,7 +57,8 @@ def quantize_groups(
     Raises ValueError for NaN or infinity, naming ``what`` and ``layer``; for other dtypes and
     shapes; for heads that groups do not divide; for values beyond 1e37 or beyond ``zero_dtype``.
     """
-    _check_input(x, format)
+    require_chunk(x)
+    format.check_head_dim(x.shape[-1])
     raw, facts = reference.quantize(x, format=format)
     return _settled(raw, reference.Facts(*facts.tolist()), x, format, what, layer)
 
@@ -66,13 +68,13 @@ def dequantize_groups(grouped: GroupedCodes, *, format: GroupFormat, dtype: torc
     return reference.dequantize(grouped, format=format, dtype=dtype)
 
 
-def _check_input(x: Tensor, format: GroupFormat) -> None:
+def require_chunk(x: Tensor) -> None:
+    """Raise ValueError unless ``x`` is what quantizers take: ``[B, H, T, D]``, not empty."""
     if x.ndim != 4 or x.dtype not in DTYPES or 0 in x.shape:
         raise ValueError(
             f"expected a non-empty tensor [B, H, T, D] of {DTYPES}, got {x.dtype} of shape "
             f"{tuple(x.shape)}"
         )
-    format.check_head_dim(x.shape[-1])
 
 
 def _settled(
@@ -87,8 +89,8 @@ def _settled(
         )
     if facts.offset > torch.finfo(format.zero_dtype).max:
         raise ValueError(
-            f"{what} of layer {layer}: the offset {facts.offset:.3g} of a group does not fit "
-            f"zero_dtype {format.zero_dtype}; use zero_dtype=torch.bfloat16"
+            f"{what} of layer {layer} reach {facts.magnitude:.3g}: offsets do not fit zero_dtype "
+            f"{format.zero_dtype}; use zero_dtype=torch.bfloat16"
         )
     if facts.overflow:
         warnings.warn(

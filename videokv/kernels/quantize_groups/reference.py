@@ -37,7 +37,7 @@ class Facts(NamedTuple):
 
 def quantize(x: Tensor, *, format: GroupFormat) -> tuple[GroupedCodes, Tensor]:
     """Codes, with float32 zeros and the normaliser always there, and ``Facts`` as a tensor."""
-    grouped, inside = blocks(x.to(torch.float32), format=format)
+    grouped, inside = blocks(x.detach().to(torch.float32), format=format)
     low = grouped.amin(inside, keepdim=True)
     high = grouped.amax(inside, keepdim=True)
     magnitude = torch.maximum(high, -low)
@@ -74,11 +74,10 @@ def _stored_steps(ideal: Tensor, format: GroupFormat) -> tuple[Tensor, Tensor, T
 
 
 def _zeros(low: Tensor, high: Tensor, step: Tensor, format: GroupFormat) -> Tensor:
-    """Zero points in float32, offsets and constants rounded to ``zero_dtype``."""
-    limit = torch.finfo(format.zero_dtype).max
+    """Zero points in float32, offsets and constants rounded to ``zero_dtype`` (or infinite)."""
     middle = low + (high - low) / 2  # exactly low for a constant group
     offset = low if format.zero_point == "offset" else (-low / step).round()
-    rounded = torch.where(step > 0, offset, middle).clamp(-limit, limit).to(format.zero_dtype)
+    rounded = torch.where(step > 0, offset, middle).to(format.zero_dtype)
     if format.zero_point == "offset":
         return rounded.to(torch.float32)
     return torch.where(step > 0, offset, rounded.to(torch.float32))
