@@ -99,7 +99,7 @@ def print_table(results: Results) -> None:
     summary = {(line.recipe, line.metric): line for line in results.summary}
     recipes = list(dict.fromkeys(row.recipe for row in results.rows))
     table = Table(title=f"Chunked prefill of {results.versions['model']}")
-    table.add_column("recipe")
+    table.add_column("recipe", no_wrap=True, min_width=max(map(len, recipes)))
     for column in (
         "bits",
         "NLL",
@@ -124,6 +124,7 @@ def print_table(results: Results) -> None:
     n = summary[REFERENCE, "nll"].n
     few = n < MIN_CASES_FOR_PRINTED_ERROR
     console.print(
+        f"{REFERENCE} is the uncompressed cache in the model's own {results.versions['dtype']}. "
         f"Text: {results.versions['text']}. {n} chunks after the first"
         + (
             f"; standard errors are shown from {MIN_CASES_FOR_PRINTED_ERROR} chunks up."
