@@ -12,6 +12,7 @@ from typing import Annotated
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
@@ -98,7 +99,8 @@ def print_table(results: Results) -> None:
     """The summary on the terminal."""
     summary = {(line.recipe, line.metric): line for line in results.summary}
     recipes = list(dict.fromkeys(row.recipe for row in results.rows))
-    table = Table(title=f"Chunked prefill of {results.versions['model']}")
+    title = f"Chunked prefill of {results.versions['model']}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("recipe", no_wrap=True, min_width=max(map(len, recipes)))
     for column in (
         "bits",
@@ -108,16 +110,16 @@ def print_table(results: Results) -> None:
         "gap closed",
         "cached mass",
     ):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for name in recipes:
         table.add_row(
             name,
             _figure(summary.get((name, "bits_per_element")), 2),
-            _figure(summary.get((name, "nll")), 4),
+            _figure(summary.get((name, "nll")), 3),
             _difference(results, name, REFERENCE),
             _difference(results, name, BASELINE),
             _share(summary.get((name, "nll_gap_recovered"))),
-            _figure(summary.get((name, "cached_mass")), 4),
+            _figure(summary.get((name, "cached_mass")), 3),
         )
     console = Console()
     console.print(table)
@@ -154,7 +156,7 @@ def _difference(results: Results, name: str, reference: str) -> str:
         return ""
     mean, sem, n = mean_sem_n(found)
     printed = sem is not None and n >= MIN_CASES_FOR_PRINTED_ERROR
-    return f"{mean:+.4f}" + (f" ± {sem:.4f}" if printed else "")
+    return f"{mean:+.3f}" + (f" ± {sem:.3f}" if printed else "")
 
 
 @contextmanager
