@@ -1,0 +1,111 @@
+"""Which models are served, and how their attention function is replaced and restored."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from videokv.adapters.transformers.attention import NAME, attention, mask
+
+
+def check_model(model: PreTrainedModel) -> int:
+    """Number of layers, where every one of them is plain attention; else ValueError."""
+    if not hasattr(CacheLayerMixin, "get_max_length"):
+        raise ValueError(
+            f"CompressedCache needs transformers 5 (made with 5.24), this is "
+            f"{transformers.__version__}: pip install -U transformers"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"CompressedCache takes a transformers model, got {type(model).__name__}; for video "
+            "models use videokv.compress"
+        )
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+        raise ValueError(
+            f"{type(model).__name__} is not a plain decoder (encoder-decoder or several models in "
+            "one); pass its language model"
+        )
+    _refuse_layers(config)
+    return int(config.num_hidden_layers)
+
+
+def _refuse_layers(config: Any) -> None:
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        window = getattr(config, "sliding_window", None)
+        types = ["full_attention" if window is None else "sliding_attention"]
+        types = types * config.num_hidden_layers
+    wrong = [f"{i} ({kind})" for i, kind in enumerate(types) if kind != "full_attention"]
+    if getattr(config, "kv_sharing_modes", None) is not None:
+        wrong = [f"{i} ({mode})" for i, mode in enumerate(config.kv_sharing_modes)]
+    if wrong:
+        raise ValueError(
+            f"CompressedCache serves layers that attend to all earlier tokens; {config.model_type} "
+            f"has others: layers {', '.join(wrong)}"
+        )
+
+
+@dataclass
+class Installation:
+    """The attention a model came with, and how many caches have replaced it."""
+
+    original: str
+    users: int = 0
+
+
+_installations: weakref.WeakKeyDictionary[PreTrainedModel, Installation] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def install(model: PreTrainedModel) -> None:
+    """Switch the model to our attention function; each call is undone by one ``uninstall``."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    current = model.config._attn_implementation
+    installed = _installations.setdefault(model, Installation(current))
+    if current != NAME:
+        installed.original = current
+        model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:
+            raise ValueError(
+                f"{type(model).__name__} does not let its attention function be set; "
+                "CompressedCache cannot serve it"
+            )
+    installed.users += 1
+
+
+def uninstall(model_ref: weakref.ref[PreTrainedModel]) -> None:
+    """Undo one ``install``; the last one gives the model its own attention back."""
+    model = model_ref()
+    installed = None if model is None else _installations.get(model)
+    if model is None or installed is None:
+        return
+    installed.users -= 1
+    if installed.users <= 0:
+        del _installations[model]
+        if model.config._attn_implementation == NAME:
+            model.set_attn_implementation(installed.original)
+
+
+def check_installed(model: PreTrainedModel) -> None:
+    """Raise ValueError where the model's attention was replaced since."""
+    current = model.config._attn_implementation
+    if current != NAME:
+        raise ValueError(
+            f"the attention of {type(model).__name__} is {current!r}, not {NAME!r}: it was set "
+            "after this CompressedCache was made, or the cache was closed. Make a new cache"
+        )
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """How this model's forward takes a cache: ``"cache"``, or ``"past_key_values"`` before 5.24."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"

