@@ -46,9 +46,7 @@ def check_recipe(name: str) -> None:
 
 def get_clips(count: int, *, seed: int) -> seam.Clips:
     y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
-    clips = [
-        torch.stack([_picture(x, y, t, n) for t in range(36)]) for n in range(count)
-    ]
+    clips = [torch.stack([_picture(x, y, t, n) for t in range(36)]) for n in range(count)]
     return seam.Clips(torch.stack(clips), torch.zeros(count, 36), source=f"{count} fake clips")
 
 

@@ -32,7 +32,12 @@ def test_demo_writes_everything_and_prints_a_table(capsys, tmp_path: Path) -> No
     assert demo("--out", "d") == 0
     names = {p.name for p in (tmp_path / "d").iterdir() if not p.name.startswith(".")}
     assert names == {
-        "comparison.mp4", "curves.json", "frames", "report.html", "results.json", "rows.jsonl",
+        "comparison.mp4",
+        "curves.json",
+        "frames",
+        "report.html",
+        "results.json",
+        "rows.jsonl",
     }
     printed = capsys.readouterr()
     assert "quarot-2bit+calibrated" in printed.out and "report.html" in printed.out

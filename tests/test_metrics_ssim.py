@@ -22,8 +22,13 @@ def test_against_an_independent_implementation() -> None:
     b = np.clip(a + noise, 0, 255).astype(np.uint8)
     expected = [
         skimage.structural_similarity(
-            p / 255, q / 255, gaussian_weights=True, sigma=1.5, use_sample_covariance=False,
-            data_range=1.0, channel_axis=2,
+            p / 255,
+            q / 255,
+            gaussian_weights=True,
+            sigma=1.5,
+            use_sample_covariance=False,
+            data_range=1.0,
+            channel_axis=2,
         )
         for p, q in zip(a, b, strict=True)
     ]

@@ -37,7 +37,10 @@ def results(psnr: dict[str, list[float]], mass: dict[str, float] | None = None) 
     rows += [Row("clip-0", r, "cached_mass", v) for r, v in (mass or {}).items()]
     for recipe in psnr:
         for metric, value in (
-            ("bits_per_element", 2.75), ("ratio", 5.8), ("held_bytes", 1e6), ("dense_bytes", 6e6),
+            ("bits_per_element", 2.75),
+            ("ratio", 5.8),
+            ("held_bytes", 1e6),
+            ("dense_bytes", 6e6),
         ):
             rows.append(Row("clip-0", recipe, metric, value))
     return Results("demo", "videokv demo", 0, "CPU", {}, tuple(rows))
@@ -52,7 +55,7 @@ def test_one_file_that_fetches_nothing(page: str) -> None:
     assert not re.search(r"https?://|//\w|@import|url\((?!#)", text)
     sources = re.findall(r'\b(?:src|href)="([^"]{0,30})', page)
     assert sources and all(source.startswith(("data:", "#")) for source in sources)
-    assert "<link rel=\"stylesheet\"" not in page and "<script src" not in page
+    assert '<link rel="stylesheet"' not in page and "<script src" not in page
     assert len(page) < 30_000_000
     assert len(set(re.findall(r'\bid="([^"]+)"', page))) == len(re.findall(r'\bid="[^"]+"', page))
 

@@ -57,7 +57,10 @@ def test_results_file_has_the_promised_shape(tmp_path: Path) -> None:
     read = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
     assert set(read) == {"study", "command", "seed", "device", "versions", "rows", "summary"}
     assert read["rows"][0] == {
-        "case": "clip-0", "recipe": "a", "metric": "psnr_db", "value": 30.0,
+        "case": "clip-0",
+        "recipe": "a",
+        "metric": "psnr_db",
+        "value": 30.0,
     }
     assert set(read["summary"][0]) == {"recipe", "metric", "mean", "sem", "n"}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]

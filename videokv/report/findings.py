@@ -83,9 +83,7 @@ def headline(results: Results) -> Headline:
     return Headline(title, text + ".", tuple(tiles))
 
 
-def findings(
-    results: Results, psnr_by_frame: Curves
-) -> tuple[Finding, ...]:
+def findings(results: Results, psnr_by_frame: Curves) -> tuple[Finding, ...]:
     """One paragraph a finding; those whose recipes were not run are left out."""
     found = (
         _rounding(results),
@@ -104,9 +102,7 @@ def _rounding(results: Results) -> Finding | None:
     if fine is None or coarse is None:
         return None
     order = "loses" if coarse < fine else "does not lose"
-    change = paired_difference(
-        results.rows, metric="psnr_db", recipe=PLAIN, reference="rtn-4bit"
-    )
+    change = paired_difference(results.rows, metric="psnr_db", recipe=PLAIN, reference="rtn-4bit")
     text = (
         f"Plain rounding to 4 bits stays {fine:.1f} dB from the BF16 rollout; at 2 bits it is "
         f"{coarse:.1f} dB. Going from 4 to 2 bits {order} quality here: "
@@ -146,9 +142,7 @@ def _mass_move(shift: float) -> str:
     return "no shift to speak of in this rollout"
 
 
-def _changes(
-    results: Results, pairs: Sequence[tuple[str, str]], title: str
-) -> Finding | None:
+def _changes(results: Results, pairs: Sequence[tuple[str, str]], title: str) -> Finding | None:
     lines = []
     for recipe, reference in pairs:
         gains = paired_difference(
@@ -172,9 +166,7 @@ def _rotation_pairs(results: Results) -> list[tuple[str, str]]:
     return [(rotated, plain) for rotated, plain in pairs if plain in names]
 
 
-def _over_time(
-    results: Results, psnr_by_frame: Curves
-) -> Finding | None:
+def _over_time(results: Results, psnr_by_frame: Curves) -> Finding | None:
     parts = []
     for recipe in dict.fromkeys((PLAIN, best_low_bit(results))):
         curves = list(psnr_by_frame.get(recipe or "", {}).values())

@@ -18,6 +18,7 @@ from videokv.studies.results import Results, write_bytes
 
 MAX_PAGE_BYTES = 30_000_000
 
+
 def write_page(path: Path, run: DemoRun, *, video: bytes, narrow_video: bytes) -> None:
     """Write the report of a finished demo, whole or not at all.
 
@@ -54,9 +55,7 @@ def build_page(run: DemoRun, *, video: bytes, narrow_video: bytes) -> str:
         band=escape(plots.band_note(settings.clips)),
         mass_plot=plots.mass_by_layer(run.curves["cached_mass_by_layer"], results.recipes),
         table=_table(results),
-        findings="\n".join(
-            _finding(found, results.recipes) for found in findings(results, curves)
-        ),
+        findings="\n".join(_finding(found, results.recipes) for found in findings(results, curves)),
         facts=_facts(run),
         command=escape(results.command),
     )
@@ -91,9 +90,7 @@ def _table(results: Results) -> str:
 
 
 def _table_row(results: Results, recipe: str, *, best: bool) -> str:
-    mark = (
-        f'<i style="border-top:3px {dash_of(recipe)} {colour_of(recipe, results.recipes)}"></i>'
-    )
+    mark = f'<i style="border-top:3px {dash_of(recipe)} {colour_of(recipe, results.recipes)}"></i>'
     cells = "".join(_cell(results, recipe, metric) for metric in COLUMNS)
     kind = ' class="best"' if best else ""
     return (

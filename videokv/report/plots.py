@@ -36,9 +36,7 @@ def psnr_by_frame(curves: Curves, recipes: Sequence[str]) -> str:
                 colour = colour_of(recipe, recipes)
                 low, high = _band(values)
                 axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
-                axes.plot(
-                    x, values.mean(0), color=colour, linestyle=dash_of(recipe), label=recipe
-                )
+                axes.plot(x, values.mean(0), color=colour, linestyle=dash_of(recipe), label=recipe)
         for edge in range(CHUNK_FRAMES, frames, CHUNK_FRAMES):
             axes.axvline(edge + 0.5, color=INK, alpha=0.10, linewidth=0.8)
         axes.set_xlim(1, max(frames, 2))
