@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import videokv
+from videokv.studies.prefill_cli import prefill
 from videokv.worldmodel.cli import app as worldmodel_app
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -39,6 +40,7 @@ app = typer.Typer(
     help="The KV cache of video world models at 2 bits, with attention kept unbiased.",
 )
 app.add_typer(worldmodel_app, name="worldmodel")
+app.command()(prefill)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 

@@ -7,6 +7,7 @@ modulation is adaLN with one MLP shared by all blocks (PixArt-alpha's adaLN-sing
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from videokv.worldmodel.config import WorldModelConfig
+from videokv.worldmodel.plain import PlainCache
 
 __all__ = ["KeyValueCache", "WorldModel", "count_parameters", "teacher_forcing_mask"]
 
@@ -120,11 +122,18 @@ class Block(nn.Module):
 
 
 class WorldModel(nn.Module):
-    """Predicts clean frames from noisy ones, the actions that lead to them and a KV cache."""
+    """Predicts clean frames from noisy ones, the actions that lead to them and a KV cache.
+
+    ``cache_factory()`` makes the cache of a rollout that brings none: a dense one, of the model's
+    own window; ``videokv.compress`` replaces it.
+    """
 
     def __init__(self, config: WorldModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.cache_factory: Callable[[], KeyValueCache] = functools.partial(
+            PlainCache, layers=config.blocks, window_chunks=config.window_chunks
+        )
         width = config.width
         self.patch_in = nn.Linear(config.patch_values, width)
         self.time_in = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))

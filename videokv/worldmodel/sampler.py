@@ -54,7 +54,7 @@ def rollout(
     model: WorldModel,
     context_frames: Tensor,
     actions: Tensor,
-    cache: KeyValueCache,
+    cache: KeyValueCache | None = None,
     *,
     chunks: int,
     seed: int = 0,
@@ -70,7 +70,8 @@ def rollout(
         model: its parameters' device is where everything runs.
         context_frames: uint8 [B, C, height, width, 3], C a positive multiple of chunk_frames.
         actions: int [B, T], T >= C + chunks * chunk_frames; actions[:, f] leads to frame f.
-        cache: empty; the context's chunks are written to it first.
+        cache: empty; the context's chunks are written to it first. None takes a new one from
+            ``model.cache_factory``: dense, unless ``videokv.compress`` has changed it.
         seed: of the noise.
         clips: the clips' numbers, which their noise is drawn from; 0, 1, ... unless given.
         steps, shift: of the time steps; the model's configuration unless given.
@@ -88,6 +89,7 @@ def rollout(
     config = model.config
     clips = range(context_frames.shape[0]) if clips is None else clips
     _check(config, context_frames, actions, chunks=chunks, clips=clips)
+    cache = model.cache_factory() if cache is None else cache
     device = next(model.parameters()).device
     actions = actions.to(device=device, dtype=torch.long)
     context = from_uint8(context_frames.to(device))
