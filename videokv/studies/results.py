@@ -135,7 +135,7 @@ def versions() -> dict[str, str]:
         "videokv": videokv.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
     }
 
 
