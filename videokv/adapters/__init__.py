@@ -36,8 +36,9 @@ class ModelAdapter(Protocol):
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Patch ``model`` and return what undoes it.
 
-        ``new_cache(branch=..., layers=..., scale=..., window_chunks=...)`` makes a cache of the
-        recipe; ``branch`` names the guidance branch it serves ("" where there is one).
+        ``new_cache(branch=..., layers=..., scale=..., window_chunks=..., chunk_tokens=...)`` makes
+        a cache of the recipe; ``branch`` names the guidance branch it serves ("" where there is
+        one), ``chunk_tokens`` replaces what the policy says.
         """
         ...
 
@@ -108,8 +109,13 @@ def compress(
         undo()
 
 
-def _make(state: Compressed, *, branch: str = "", **arguments: Any) -> KVCache:
-    cache = state.recipe.new_cache(**arguments)
+def _make(
+    state: Compressed, *, branch: str = "", chunk_tokens: int | None = None, **arguments: Any
+) -> KVCache:
+    chosen = state.recipe
+    if chunk_tokens is not None:
+        chosen = recipe(chosen, chunk_tokens=chunk_tokens)
+    cache = chosen.new_cache(**arguments)
     state._latest[branch] = cache
     return cache
 
