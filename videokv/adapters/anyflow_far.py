@@ -119,9 +119,9 @@ class _Before:
 
     def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         call = arguments(model, args, kwargs)
-        kv_cache, flag = call.get("kv_cache"), call.get("kv_cache_flag")
-        if kv_cache is None:
+        if call.get("kv_cache") is None:
             return
+        kv_cache, flag = call["kv_cache"], call["kv_cache_flag"]
         cache = self._cache_of(kv_cache, flag, layers=len(model.blocks))
         if not flag.get("is_cache_step"):
             return
@@ -150,15 +150,14 @@ class _Before:
 def _commit(model: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """After a cache step: every chunk of the history becomes a chunk of the cache."""
     call = arguments(model, args, kwargs)
-    kv_cache, flag = call.get("kv_cache"), call.get("kv_cache_flag")
-    if kv_cache is None or not flag.get("is_cache_step"):
+    if call.get("kv_cache") is None or not call["kv_cache_flag"].get("is_cache_step"):
         return
     end = 0
     for tokens in history_tokens(
         call["chunk_partition"], call["hidden_states"].shape[-2:], model.config
     ):
         end += tokens
-        kv_cache[0][SLOT].commit(end)
+        call["kv_cache"][0][SLOT].commit(end)
 
 
 def history_tokens(

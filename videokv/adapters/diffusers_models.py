@@ -32,7 +32,7 @@ class OurProcessor:
         self.layer = layer
 
 
-def find_transformer(model: Any, module: str, name: str) -> Any | None:
+def find_transformer(model: Any, module: str, name: str) -> Any:
     """The transformer of class ``module.name``: the model itself, or a pipeline's; None if not."""
     if _is_a(model, module, name):
         return model

@@ -14,7 +14,7 @@ keeps it: dense, before RoPE, read as current rows that no correction touches. I
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class SanaWMRefinerAdapter:
 class RefinerProcessor(OurProcessor):
     """Self-attention of one block; calls that read no cache go to the model's own processor."""
 
-    def __init__(self, own: Processor, layer: int, rotate: dict[str, Rotate]) -> None:
+    def __init__(self, own: Processor, layer: int, rotate: Mapping[str, Rotate]) -> None:
         super().__init__(own, layer)
         self.rotate = rotate
 

@@ -18,6 +18,8 @@ from videokv.adapters.transformers.models import (
     uninstall,
 )
 
+METHOD = "generate"
+
 
 def replace_generate(model: PreTrainedModel, new_cache: NewCache) -> Callable[[], None]:
     """Give calls of ``model.generate`` that bring no cache one of ``new_cache``; returns the undo.
@@ -29,8 +31,8 @@ def replace_generate(model: PreTrainedModel, new_cache: NewCache) -> Callable[[]
         ValueError: the model cannot be served.
     """
     check_model(model)
-    own = vars(model).get("generate")
-    plain = model.generate
+    own = vars(model).get(METHOD)
+    plain: Callable[..., Any] = getattr(model, METHOD)
     keyword = cache_keyword(model)
 
     @functools.wraps(plain)
@@ -41,13 +43,13 @@ def replace_generate(model: PreTrainedModel, new_cache: NewCache) -> Callable[[]
             return plain(*args, **{**kwargs, keyword: cache})
 
     install(model)
-    model.generate = generate
+    setattr(model, METHOD, generate)
 
     def undo() -> None:
         if own is None:
-            del model.generate
+            delattr(model, METHOD)
         else:
-            model.generate = own
+            setattr(model, METHOD, own)
         uninstall(weakref.ref(model))
 
     return undo

@@ -115,6 +115,11 @@ class WindowLayer(Owned, DynamicSlidingWindowLayer):
         self.cumulative_length = 0
         self._before = None
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens (minus their number), which ``check_crop`` allows."""
+        if tokens_to_remove or self.record_past:
+            DynamicSlidingWindowLayer.crop(self, tokens_to_remove)
+
     def check_crop(self, tokens: int) -> None:
         """Raise ValueError where the last tokens cannot be removed: older ones would be missing."""
         if not tokens or self.keys is None:
@@ -130,7 +135,9 @@ class WindowLayer(Owned, DynamicSlidingWindowLayer):
 
     def held(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values, None while it is empty."""
-        return None if self.keys is None else (self.keys, self.values)
+        if self.keys is None or self.values is None:
+            return None
+        return self.keys, self.values
 
     def copied(self, owner: CompressedCache, memo: dict[int, Any]) -> WindowLayer:
         """The same rows in a copy that belongs to ``owner``."""
