@@ -289,3 +289,15 @@ def test_compress_restores_after_an_exception():
     with pytest.raises(ZeroDivisionError), videokv.compress(model, "rtn-2bit"):
         1 / 0  # noqa: B018
     assert "generate" not in vars(model) and model.config._attn_implementation == "sdpa"
+
+
+def test_verify_inside_compress():
+    model, ids = make("gemma3"), text(40)
+    with videokv.compress(model, "rtn-8bit", chunk_tokens=16, record_dense=True) as kv:
+        generate(model, ids, max_new_tokens=4)
+    assert [check.layer for check in kv.verify(0.02)] == [0, 2]  # the packed ones
+    assert all(check.ok for check in kv.verify(0.02))
+    with videokv.compress(model, "rtn-8bit") as kv:
+        generate(model, ids, max_new_tokens=2)
+        with pytest.raises(ValueError, match="record_dense=True"):
+            kv.verify()

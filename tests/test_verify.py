@@ -66,9 +66,9 @@ def test_verify_is_the_plain_formula():
 def test_a_bad_layer_is_named():
     cache = filled("rtn-4bit", layers=5)
     state = cache.layer_states()[3]
-    state.chunks[1].keys.scale.mul_(9)
+    state.chunks[1].keys.packed.zero_()
     assert bad_layers(cache.check()) == [3]
-    state.chunks[1].keys.scale.mul_(torch.nan)
+    state.chunks[1].keys.steps.view(torch.uint8).fill_(0x7F)  # NaN
     assert cache.check()[3].error == float("inf")
 
 
