@@ -486,3 +486,56 @@ def test_global_random_state_is_untouched():
     before = torch.get_rng_state()
     three_rows("quarot-3bit+measured")
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("budget", [None, 3000, 10**9], ids=["once", "blocks", "kept"])
+@pytest.mark.parametrize("chunk_tokens", [None, 9])
+def test_forget_reads_the_rest_and_frees_whole_chunks(budget, chunk_tokens):
+    """Models that trim their history anywhere: what is left reads as if it were all there is."""
+    recipe = FakeRecipe(policy=CachePolicy(sink_chunks=1, chunk_tokens=chunk_tokens))
+    cache, whole = KVCache(recipe, workspace_bytes=budget), KVCache(recipe)
+    lengths = [7, 8, 9, 7]
+    fill(cache, lengths)
+    fill(whole, lengths)
+    q, k, v = rows(5, seed=77)
+    for before in (0, 3, 7, 12, 24, 28, 30):
+        for layer in (1, 1, 0):
+            cache.forget(before)
+            segments = [*whole.view(layer, [(before, 31)]), Segment(k, v)]
+            expected, _ = recipe.attend(q, segments, scale=0.25, need_lse=False)
+            torch.testing.assert_close(cache.attend(layer, q, k, v), expected, rtol=1e-5, atol=1e-6)
+        assert cache.visible_tokens == 31 - before and cache.length == 31
+        chunks = cache.layer_states()[0].chunks
+        assert all(chunk.end > before for chunk in chunks)
+    with pytest.raises(ValueError, match="dropped or never written"):
+        cache.view(0, [(0, 31)])
+
+
+def test_forget_goes_no_way_back_and_no_further_than_the_end():
+    cache = KVCache(FakeRecipe())
+    fill(cache, [7, 8])
+    cache.forget(10)
+    cache.forget(3)
+    assert cache.visible_tokens == 5
+    cache.crop(8, decode_partial=True)
+    assert (cache.length, cache.visible_tokens) == (8, 0)
+    q, k, v = rows(4, seed=5)
+    for layer in range(2):
+        cache.write(layer, 8, k, v, q)
+    cache.commit(12)
+    assert cache.visible_tokens == 4  # a crop lets new tokens in again
+    cache.forget(99)
+    assert cache.visible_tokens == 0 and not cache.layer_states()[0].chunks
+    torch.testing.assert_close(
+        cache.attend(0, q, k, v), fake_attend(q, [Segment(k, v)], scale=0.25)[0]
+    )
+    with pytest.raises(ValueError, match="at least 0"):
+        cache.forget(-1)
+
+
+def test_forgotten_tokens_stay_forgotten_in_a_saved_state():
+    cache, other = KVCache(FakeRecipe()), KVCache(FakeRecipe())
+    fill(cache, [7, 8])
+    cache.forget(4)
+    other.restore(cache.layer_states(), length=cache.length)
+    assert other.visible_tokens == 11

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from videokv.adapters.verify import LayerCheck, RecordingCache
 from videokv.cache import KVCache, Mass, Memory
 from videokv.cache.mass import combined as combined_mass
 from videokv.cache.memory import combined as combined_memory
@@ -36,8 +38,9 @@ class ModelAdapter(Protocol):
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Patch ``model`` and return what undoes it.
 
-        ``new_cache(branch=..., layers=..., scale=..., window_chunks=...)`` makes a cache of the
-        recipe; ``branch`` names the guidance branch it serves ("" where there is one).
+        ``new_cache(branch=..., layers=..., scale=..., window_chunks=..., chunk_tokens=...)`` makes
+        a cache of the recipe; ``branch`` names the guidance branch it serves ("" where there is
+        one), ``chunk_tokens`` replaces what the policy says.
         """
         ...
 
@@ -64,6 +67,26 @@ class Compressed:
         """Attention mass on cached keys in the last rollout (needs ``record_mass=True``)."""
         return combined_mass(cache.mass() for cache in self._some())
 
+    def verify(self, tolerance: float | None = None) -> tuple[LayerCheck, ...]:
+        """One step of every layer on the packed history against the dense one.
+
+        Needs ``record_dense=True``; see ``videokv.adapters.verify``. tolerance: largest relative
+        error of the output; None: three times the layers' median, at least 1 %. ``ok`` of each
+        check says whether its layer is within.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        caches = self._some()
+        if not all(isinstance(cache, RecordingCache) for cache in caches):
+            raise ValueError("verify() needs videokv.compress(..., record_dense=True)")
+        return tuple(
+            check
+            for cache in caches
+            if isinstance(cache, RecordingCache)
+            for check in cache.check(tolerance)
+        )
+
     def _some(self) -> tuple[KVCache, ...]:
         if not self._latest:
             raise ValueError("no cache was made yet: run the model inside the context first")
@@ -87,12 +110,14 @@ def compress(
     *,
     workspace_bytes: int | None = None,
     record_mass: bool = False,
+    record_dense: bool = False,
     **overrides: Any,
 ) -> Iterator[Compressed]:
     """Inside the context, ``model`` keeps its keys and values as the recipe says.
 
     name: a recipe or its name; ``overrides`` change it as in ``videokv.recipe``. workspace_bytes,
-    record_mass: see ``KVCache``. The model is restored on exit, after an exception too.
+    record_mass: see ``KVCache``. record_dense: keep what ``verify()`` needs, a dense copy of the
+    history (for short self-tests). The model is restored on exit, after an exception too.
 
     Raises:
         ValueError: unknown recipe or option, or a model that no adapter knows.
@@ -100,7 +125,13 @@ def compress(
     chosen = recipe(name, **overrides)
     adapter = _adapter_of(model)
     state = Compressed(chosen)
-    make = functools.partial(_make, state, workspace_bytes=workspace_bytes, record_mass=record_mass)
+    make = functools.partial(
+        _make,
+        state,
+        record_dense=record_dense,
+        workspace_bytes=workspace_bytes,
+        record_mass=record_mass,
+    )
     undo = adapter.install(model, make)
     try:
         yield state
@@ -108,8 +139,23 @@ def compress(
         undo()
 
 
-def _make(state: Compressed, *, branch: str = "", **arguments: Any) -> KVCache:
-    cache = state.recipe.new_cache(**arguments)
+def _make(
+    state: Compressed,
+    *,
+    record_dense: bool,
+    branch: str = "",
+    chunk_tokens: int | None = None,
+    **arguments: Any,
+) -> KVCache:
+    chosen = state.recipe
+    if chunk_tokens is not None:
+        chosen = recipe(chosen, chunk_tokens=chunk_tokens)
+    cache = chosen.new_cache(**arguments)
+    if record_dense:
+        kept = ("workspace_bytes", "record_mass")
+        options = {**cache.options(), **{name: arguments[name] for name in kept}}
+        # the model's window may be in the policy of the cache
+        cache = RecordingCache(dataclasses.replace(chosen, policy=cache.recipe.policy), **options)
     state._latest[branch] = cache
     return cache
 

@@ -282,6 +282,21 @@ class KVCache:
         self._length = length
         self._workspace.clear()
 
+    def forget(self, before_token: int) -> None:
+        """Tokens before ``before_token`` are read no more, for models that trim their own history.
+
+        Chunks that end there are freed; of one that is cut the rest is still read, its codes as
+        they are. Positions go on counting. At most everything committed is forgotten.
+
+        Raises:
+            ValueError: a negative position.
+        """
+        if before_token < 0:
+            raise ValueError(f"before_token must be at least 0, got {before_token}")
+        for layer in self._layers.values():
+            layer.forget(before_token)
+            self._workspace.keep_only(layer.index, {c.ordinal for c in layer.state.chunks})
+
     @torch.no_grad()
     def select_batch(self, index: Tensor | Sequence[int]) -> None:
         """Keep the batch rows ``index``, in that order, repeats allowed; codes do not change.
@@ -360,7 +375,7 @@ class KVCache:
         blocks = self._workspace.blocks(held.index, held.decoders(), layers=len(self._layers))
         for block, last in blocks:
             if not last:
-                parts.append(self._part(query, list(block.values()), scale=scale))
+                parts.append(self._part(query, held.packed_segments(block), scale=scale))
                 continue
             segments = [segment for _, segment in held.segments(block)]
             output, lse = self.recipe.attend(

@@ -73,11 +73,13 @@ class Layout:
 class LayerState:
     """Everything a layer remembers; replaced as a whole, so that a failed commit undoes itself.
 
-    length: tokens committed since the start, dropped ones included. chunks: final, in order.
+    length: tokens committed since the start, dropped ones included. first: the oldest token that
+    may be read (those before it were forgotten). chunks: final, in order.
     open: committed rows waiting to fill a chunk. tail: rows written but not committed.
     """
 
     length: int = 0
+    first: int = 0
     chunks: tuple[Chunk, ...] = ()
     open: Rows | None = None
     tail: Rows | None = None
@@ -107,10 +109,10 @@ class LayerCache:
 
     @property
     def visible_tokens(self) -> int:
-        """Committed tokens that are still held."""
+        """Committed tokens that are still held and not forgotten."""
         state = self.state
-        waiting = 0 if state.open is None else state.open.tokens
-        return sum(chunk.tokens for chunk in state.chunks) + waiting
+        held = state.chunks if state.open is None else (*state.chunks, state.open)
+        return sum(max(0, part.end - max(part.start, state.first)) for part in held)
 
     def write(self, start: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Copy rows of tokens ``start...`` into the tail, over what was written there before.
@@ -215,7 +217,24 @@ class LayerCache:
         for rows in (state.open, state.tail if tail else None):
             if rows is not None:
                 found.append((rows.start, Segment(rows.keys, rows.values)))
-        return found
+        return [part for start, whole in found for part in self._remembered(start, whole)]
+
+    def packed_segments(self, unpacked: dict[int, Segment]) -> list[Segment]:
+        """The packed chunks in ``unpacked`` alone, without what was forgotten."""
+        return [
+            part
+            for chunk in self.state.chunks
+            if chunk.ordinal in unpacked
+            for _, part in self._remembered(chunk.start, unpacked[chunk.ordinal])
+        ]
+
+    def forget(self, before: int) -> None:
+        """Nothing before token ``before`` is read any more; chunks that end there are freed."""
+        state = self.state
+        first = min(max(before, state.first), state.length)
+        waiting = state.open if state.open is None or state.open.end > first else None
+        chunks = tuple(chunk for chunk in state.chunks if chunk.end > first)
+        self.state = replace(state, first=first, chunks=chunks, open=waiting)
 
     def crop(self, length: int, *, decode_partial: bool) -> None:
         """Forget every token from ``length`` on, the tail included.
@@ -234,6 +253,7 @@ class LayerCache:
         self.state = replace(
             state,
             length=min(length, state.length),
+            first=min(length, state.first),
             chunks=tuple(chunks),
             open=waiting,
             tail=None,
@@ -374,6 +394,13 @@ class LayerCache:
                 previous=None if isinstance(previous, Tensor) else previous,
             ),
         )
+
+    def _remembered(self, start: int, segment: Segment) -> list[tuple[int, Segment]]:
+        """The rows of a segment that were not forgotten, with their start; [] if none is left."""
+        skipped, tokens = max(0, self.state.first - start), segment.keys.shape[2]
+        if skipped >= tokens > 0:
+            return []
+        return [(start + skipped, sliced(segment, skipped, tokens))]
 
     def _decoder(self, chunk: PackedChunk) -> Callable[[], Segment]:
         def decode() -> Segment:

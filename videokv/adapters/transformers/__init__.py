@@ -10,7 +10,8 @@ next one, so chunked prefill is one forward per chunk; every query sees all earl
 causally, those of its own forward.
 
     cache.py      CompressedCache      attention.py  the attention and mask functions
-    models.py     which models are served, and how their attention is replaced and restored
+    layers.py     its layers           models.py     which models are served; attention replaced
+    generate.py   what videokv.compress does to a language model
 
 This file alone imports no transformers.
 """
@@ -27,9 +28,9 @@ __all__ = ["ADAPTER", "CompressedCache"]
 
 
 class LanguageModels:
-    """``compress`` finds language models here and says what serves them instead."""
+    """Inside ``compress``, each ``model.generate`` makes itself a ``CompressedCache``."""
 
-    name = "transformers language models, through videokv.transformers.CompressedCache"
+    name = "transformers causal language models"
 
     def matches(self, model: Any) -> bool:
         """Whether the model is a causal language model of transformers."""
@@ -39,12 +40,10 @@ class LanguageModels:
         )
 
     def install(self, model: Any, new_cache: Callable[..., Any]) -> Callable[[], None]:
-        """Raise: a language model takes its cache as an argument of each call."""
-        raise ValueError(
-            f"{type(model).__name__} takes its cache with each call: use "
-            "cache = videokv.transformers.CompressedCache(model, recipe) and pass it as "
-            "past_key_values= to the model or to generate"
-        )
+        """See ``generate.replace_generate``."""
+        from videokv.adapters.transformers.generate import replace_generate
+
+        return replace_generate(model, new_cache)
 
 
 ADAPTER = LanguageModels()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from videokv.adapters.transformers.attention import NAME, Turn
+from videokv.adapters.transformers.attention import NAME
+from videokv.adapters.transformers.layers import CompressedLayer, WindowLayer
 from videokv.adapters.transformers.models import (
     check_installed,
     check_model,
@@ -22,62 +26,10 @@ from videokv.adapters.transformers.models import (
 from videokv.cache import KVCache, Mass, Memory
 from videokv.recipes import Recipe
 from videokv.recipes import recipe as find_recipe
+from videokv.tensors import held_bytes
 
 DECODE_CHUNK = 128
 LONGEST_CHUNK = 512
-
-
-class CompressedLayer(CacheLayerMixin):
-    """One layer as transformers sees it; the rows are in the KVCache of ``CompressedCache``."""
-
-    is_croppable = False  # a cut packed chunk is not what it was before
-
-    def __init__(self, owner: CompressedCache, index: int) -> None:
-        super().__init__()
-        self._owner = weakref.ref(owner)
-        self._index = index
-
-    @property
-    def owner(self) -> CompressedCache:
-        owner = self._owner()
-        if owner is None:
-            raise ValueError("the CompressedCache of this layer is gone; keep a reference to it")
-        return owner
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: storage grows with the chunks."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The new rows as they are; ``kwargs["kwargs"]`` gets the Turn of this layer."""
-        passed = kwargs.get("kwargs")
-        if not isinstance(passed, dict):
-            raise ValueError(
-                f"layer {self._index} does not hand its keyword arguments to the cache, as models "
-                f"of transformers 5 do (this is {transformers.__version__}): it cannot be used "
-                "with CompressedCache; update transformers or use a model class that does"
-            )
-        self.owner.begin(self._index, key_states)
-        passed[NAME] = Turn(self.owner, self._index)
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.owner.length_of(self._index)
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        raise ValueError("layers of a CompressedCache are reset together: call cache.reset()")
-
-    def offload(self) -> None:
-        raise ValueError("CompressedCache does not offload through transformers")
-
-    prefetch = offload
 
 
 class CompressedCache(Cache):
@@ -86,15 +38,21 @@ class CompressedCache(Cache):
     Making one switches the attention of ``model`` to ``"videokv"``; ``close``, the end of a
     ``with`` block or the end of the cache's life switches it back.
 
-    model: a decoder-only transformers model whose layers all attend to everything before them.
+    model: a decoder-only transformers model. Layers that attend to everything before them are
+        packed. Beside those, layers with a sliding window (Gemma 3, some Qwen) stay dense, at most
+        a window each: ``window_layers`` lists them and a warning says so. Where every layer has a
+        window (Mistral 7B v0.1, Phi 3 mini), all are packed and the sequence may be as long as the
+        window, no longer.
     chunk: tokens that are packed together. Final tokens fill chunks of this size in order, however
         they came (one forward per chunk, one long prompt, or one by one when decoding); those
         that do not fill one yet stay dense. None: as the recipe's policy says, else the length
         of the first forward, at most 512; 128 where that is a single token.
     options: passed to ``Recipe.new_cache`` (``record_mass``, ``workspace_bytes``).
 
-    Refuses (ValueError): sliding-window and other layers that are not plain attention, padding,
-    masks of one's own, an attention function that was replaced after the cache was made.
+    ``copy.deepcopy`` copies the tokens, for the same model.
+
+    Refuses (ValueError): layers of other kinds, padding, masks of one's own, an attention function
+    that was replaced after the cache was made.
     """
 
     def __init__(
@@ -105,15 +63,58 @@ class CompressedCache(Cache):
         chunk: int | None = None,
         **options: Any,
     ) -> None:
-        self._count = check_model(model)
-        self._recipe = find_recipe(recipe)
-        self._options = options
+        new_cache = functools.partial(_new_cache, find_recipe(recipe), options)
+        self._prepare(model, new_cache, chunk)
+
+    @classmethod
+    def made_by(cls, model: PreTrainedModel, new_cache: Callable[..., KVCache]) -> CompressedCache:
+        """One whose storage comes from ``new_cache(layers=..., chunk_tokens=...)``."""
+        made = cls.__new__(cls)
+        made._prepare(model, new_cache, None)
+        return made
+
+    def _prepare(
+        self, model: PreTrainedModel, new_cache: Callable[..., KVCache], chunk: int | None
+    ) -> None:
+        self._plan = check_model(model)
+        self._new_cache = new_cache
         self._chosen_chunk = chunk
         self._model = model
+        self._windows: dict[int, WindowLayer] = {}
         self.reset()
-        super().__init__(layers=[CompressedLayer(self, i) for i in range(self._count)])
-        install(model)
-        self._release = weakref.finalize(self, uninstall, weakref.ref(model))
+        super().__init__(layers=[self._layer(i) for i in range(self._plan.count)])
+        if self._windows:
+            warnings.warn(
+                f"layers {self.window_layers} of {type(model).__name__} have a sliding window and "
+                "stay dense; the others are packed",
+                stacklevel=3,
+            )
+        self._attach()
+
+    def _layer(self, index: int) -> CompressedLayer | WindowLayer:
+        if index not in self._plan.windows:
+            return CompressedLayer(self, index)
+        self._windows[index] = WindowLayer(self, index, self._plan.windows[index])
+        return self._windows[index]
+
+    def _attach(self) -> None:
+        install(self._model)
+        self._release = weakref.finalize(self, uninstall, weakref.ref(self._model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        self._refuse_broken_forward()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(vars(self))
+        copied._begun, copied._attended = set(), set()
+        copied.kv = copy.deepcopy(self.kv, memo)
+        copied._windows = {i: layer.copied(copied, memo) for i, layer in self._windows.items()}
+        copied.layers = [
+            copied._windows.get(index) or CompressedLayer(copied, index)
+            for index in range(self._plan.count)
+        ]
+        copied._attach()
+        return copied
 
     # -- life -------------------------------------------------------------------------------
 
@@ -132,9 +133,21 @@ class CompressedCache(Cache):
         self.kv = self._new_kv(self._chosen_chunk)
         self._length = 0
         self._batch = -1
-        self._abandon_forward()
+        self._end_forward()
+        for layer in self._windows.values():
+            layer.clear()
 
     # -- tokens -----------------------------------------------------------------------------
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Layers with a sliding window, which stay dense."""
+        return tuple(self._plan.windows)
+
+    @property
+    def limit(self) -> int | None:
+        """The longest sequence, where every layer has a window; else None."""
+        return self._plan.limit
 
     @property
     def batch_size(self) -> int:
@@ -164,6 +177,12 @@ class CompressedCache(Cache):
                 f"the layers before it batch {self._batch} and {self._tokens}: all layers must "
                 "see the same tokens"
             )
+        if self.limit is not None and self._length + self._tokens > self.limit:
+            raise ValueError(
+                f"every layer of {type(self._model).__name__} has a window of {self.limit} tokens, "
+                f"and CompressedCache serves it up to there; this forward ends at "
+                f"{self._length + self._tokens}"
+            )
         self._begun.add(layer)
 
     def attend(
@@ -172,11 +191,17 @@ class CompressedCache(Cache):
         """Write the rows of this forward and attend; ``[B, Hq, M, Dv]``."""
         self.kv.write(layer, self._length, key, value, query)
         output = self.kv.attend(layer, query, key, value, scale=scale, causal=True)
-        self._attended.add(layer)
-        if len(self._attended) == self._count:
-            self._length += self._tokens
-            self._abandon_forward()
+        self.finish(layer)
         return output
+
+    def finish(self, layer: int) -> None:
+        """The attention of a layer is done; after the last one the tokens are seen."""
+        self._attended.add(layer)
+        if len(self._attended) == self._plan.count:
+            self._length += self._tokens
+            self._end_forward()
+            for window in self._windows.values():
+                window.settle()
 
     # -- the cache as an object -------------------------------------------------------------
 
@@ -185,6 +210,9 @@ class CompressedCache(Cache):
 
         Also drops the tokens of a forward that broke off. More than there are: empties it. Where
         the cut falls inside a packed chunk, its first rows are decoded and stay dense.
+
+        Raises:
+            ValueError: a positive number, or a window layer has let go of tokens it would need.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -195,6 +223,10 @@ class CompressedCache(Cache):
         if length == 0:
             self.reset()
             return
+        for layer in self._windows.values():
+            layer.check_crop(self._length - length)
+        for layer in self._windows.values():
+            layer.crop(length - self._length)
         if length > self.kv.length:  # rows that stay become final, so that the rest can go
             self.kv.commit(length)
         self.kv.crop(length, decode_partial=True)
@@ -208,6 +240,8 @@ class CompressedCache(Cache):
         self._refuse_broken_forward()
         if self._length:
             self.kv.select_batch(indices)
+            for layer in self._windows.values():
+                layer.batch_select_indices(indices)
             self._batch = len(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -215,8 +249,14 @@ class CompressedCache(Cache):
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def memory(self) -> Memory:
-        """Bytes and bits held (``videokv.cache.memory.Memory``)."""
-        return self.kv.memory()
+        """Bytes and bits held (``videokv.cache.memory.Memory``), window layers included."""
+        packed = self.kv.memory()
+        windows = [held for layer in self._windows.values() if (held := layer.held()) is not None]
+        if not windows:
+            return packed
+        dense = packed.dense_bytes + sum(rows.nbytes for held in windows for rows in held)
+        held_all = packed.held_bytes + held_bytes(*windows)
+        return replace(packed, dense_bytes=dense, held_bytes=held_all, ratio=dense / held_all)
 
     def mass(self) -> Mass:
         """Mean attention mass on the tokens before a forward (option ``record_mass=True``)."""
@@ -225,15 +265,19 @@ class CompressedCache(Cache):
     # -- one forward ------------------------------------------------------------------------
 
     def _new_kv(self, chunk: int | None) -> KVCache:
-        policy = self._recipe.policy
-        if chunk is not None:
-            policy = replace(policy, chunk_tokens=chunk)
-        return replace(self._recipe, policy=policy).new_cache(layers=self._count, **self._options)
+        # with window layers, the packed ones appear under their own numbers
+        layers = None if self._plan.windows else self._plan.count
+        return self._new_cache(layers=layers, chunk_tokens=chunk)
 
-    def _abandon_forward(self) -> None:
+    def _end_forward(self) -> None:
         self._begun: set[int] = set()
         self._attended: set[int] = set()
         self._tokens = 0
+
+    def _abandon_forward(self) -> None:
+        self._end_forward()
+        for layer in self._windows.values():
+            layer.abandon()
 
     def _begin_forward(self, keys: Tensor) -> None:
         batch, _, tokens, _ = keys.shape
@@ -248,14 +292,22 @@ class CompressedCache(Cache):
         self._batch, self._tokens = batch, tokens
 
     def _start(self, tokens: int) -> None:
-        if self._chosen_chunk is None and self._recipe.policy.chunk_tokens is None:
+        if self.kv.recipe.policy.chunk_tokens is None:
             self.kv = self._new_kv(min(tokens, LONGEST_CHUNK) if tokens > 1 else DECODE_CHUNK)
 
     def _refuse_broken_forward(self) -> None:
         if self._begun:
             raise ValueError(
                 f"a forward reached {len(self._begun)} and finished {len(self._attended)} of "
-                f"{self._count} layers in this cache: it broke off, runs fewer layers, or its "
+                f"{self._plan.count} layers in this cache: it broke off, runs fewer layers, or its "
                 f"attention is not {NAME!r} (the cache belongs to another model?). Call "
                 "cache.crop(0) to drop its tokens and go on"
             )
+
+
+def _new_cache(
+    recipe: Recipe, options: dict[str, Any], *, layers: int | None, chunk_tokens: int | None
+) -> KVCache:
+    if chunk_tokens is not None:
+        recipe = find_recipe(recipe, chunk_tokens=chunk_tokens)
+    return recipe.new_cache(layers=layers, **options)

@@ -13,9 +13,25 @@ from transformers.cache_utils import CacheLayerMixin
 
 from videokv.adapters.transformers.attention import NAME, attention, mask
 
+FULL, WINDOW = "full_attention", "sliding_attention"  # as transformers calls them
 
-def check_model(model: PreTrainedModel) -> int:
-    """Number of layers, where every one of them is plain attention; else ValueError."""
+
+@dataclass(frozen=True)
+class Layers:
+    """What the layers of a model are, for a cache.
+
+    count: number of layers. windows: those that attend to a sliding window, with its size, where
+    others attend to everything; they stay dense. limit: tokens up to which the layers of a model
+    that has nothing but windows attend to everything, or None.
+    """
+
+    count: int
+    windows: dict[int, int]
+    limit: int | None = None
+
+
+def check_model(model: PreTrainedModel) -> Layers:
+    """The layers of a model, where all of them can be served; else ValueError."""
     if not hasattr(CacheLayerMixin, "get_max_length"):
         raise ValueError(
             f"CompressedCache needs transformers 5 (made with 5.24), this is "
@@ -32,23 +48,31 @@ def check_model(model: PreTrainedModel) -> int:
             f"{type(model).__name__} is not a plain decoder (encoder-decoder or several models in "
             "one); pass its language model"
         )
-    _refuse_layers(config)
-    return int(config.num_hidden_layers)
+    kinds = _kinds(config)
+    _refuse_layers(config, kinds)
+    windows = {layer: config.sliding_window for layer, kind in enumerate(kinds) if kind == WINDOW}
+    if len(windows) == len(kinds):
+        return Layers(len(kinds), {}, limit=config.sliding_window)
+    return Layers(len(kinds), windows)
 
 
-def _refuse_layers(config: Any) -> None:
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        window = getattr(config, "sliding_window", None)
-        types = ["full_attention" if window is None else "sliding_attention"]
-        types = types * config.num_hidden_layers
-    wrong = [f"{i} ({kind})" for i, kind in enumerate(types) if kind != "full_attention"]
+def _kinds(config: Any) -> list[str]:
+    """The kind of each layer, in the words of transformers."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    window = getattr(config, "sliding_window", None)
+    return [FULL if window is None else WINDOW] * config.num_hidden_layers
+
+
+def _refuse_layers(config: Any, kinds: list[str]) -> None:
+    wrong = [f"{i} ({kind})" for i, kind in enumerate(kinds) if kind not in (FULL, WINDOW)]
     if getattr(config, "kv_sharing_modes", None) is not None:
         wrong = [f"{i} ({mode})" for i, mode in enumerate(config.kv_sharing_modes)]
     if wrong:
         raise ValueError(
-            f"CompressedCache serves layers that attend to all earlier tokens; {config.model_type} "
-            f"has others: layers {', '.join(wrong)}"
+            "CompressedCache serves layers that attend to all earlier tokens or to a sliding "
+            f"window of them; {config.model_type} has others: layers {', '.join(wrong)}"
         )
 
 

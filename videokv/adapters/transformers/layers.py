@@ -1,0 +1,148 @@
+"""The layers of a ``CompressedCache`` as transformers sees them."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from videokv.adapters.transformers.attention import NAME, Turn
+
+if TYPE_CHECKING:
+    from videokv.adapters.transformers.cache import CompressedCache
+
+
+class Owned:
+    """A layer of a ``CompressedCache``, which it does not keep alive."""
+
+    def own(self, owner: CompressedCache, index: int) -> None:
+        self._owner = weakref.ref(owner)
+        self._index = index
+
+    @property
+    def owner(self) -> CompressedCache:
+        owner = self._owner()
+        if owner is None:
+            raise ValueError("the CompressedCache of this layer is gone; keep a reference to it")
+        return owner
+
+    def begin(self, keys: Tensor, passed: Any) -> None:
+        """Say to the owner that a forward is here, and leave a Turn in its keyword arguments."""
+        if not isinstance(passed, dict):
+            raise ValueError(
+                f"layer {self._index} does not hand its keyword arguments to the cache, as models "
+                f"of transformers 5 do (this is {transformers.__version__}): it cannot be used "
+                "with CompressedCache; update transformers or use a model class that does"
+            )
+        self.owner.begin(self._index, keys)
+        passed[NAME] = Turn(self.owner, self._index)
+
+    def reset(self) -> None:
+        raise ValueError("layers of a CompressedCache are reset together: call cache.reset()")
+
+    def offload(self) -> None:
+        raise ValueError("CompressedCache does not offload through transformers")
+
+    prefetch = offload
+
+
+class CompressedLayer(Owned, CacheLayerMixin):
+    """A packed layer; its rows are in the KVCache of the owner."""
+
+    is_croppable = False  # a cut packed chunk is not what it was before
+
+    def __init__(self, owner: CompressedCache, index: int) -> None:
+        CacheLayerMixin.__init__(self)
+        self.own(owner, index)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: storage grows with the chunks."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new rows as they are; ``kwargs["kwargs"]`` gets the Turn of this layer."""
+        self.begin(key_states, kwargs.get("kwargs"))
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.length_of(self._index)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class WindowLayer(Owned, DynamicSlidingWindowLayer):
+    """A sliding layer: dense, the last ``window`` - 1 tokens, as transformers keeps them.
+
+    What it held before the running forward is remembered until that is done.
+    """
+
+    def __init__(self, owner: CompressedCache, index: int, window: int) -> None:
+        DynamicSlidingWindowLayer.__init__(self, sliding_window=window)
+        self.own(owner, index)
+        self._before: tuple[Tensor | None, Tensor | None, int] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.begin(key_states, kwargs.get("kwargs"))
+        self._before = (self.keys, self.values, self.cumulative_length)
+        return DynamicSlidingWindowLayer.update(self, key_states, value_states)
+
+    def settle(self) -> None:
+        """The forward is done."""
+        self._before = None
+
+    def abandon(self) -> None:
+        """Undo the update of a forward that broke off."""
+        if self._before is not None:
+            self.keys, self.values, self.cumulative_length = self._before
+            self.is_initialized = self.keys is not None
+            self._before = None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.cumulative_length = 0
+        self._before = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens (minus their number), which ``check_crop`` allows."""
+        if tokens_to_remove or self.record_past:
+            DynamicSlidingWindowLayer.crop(self, tokens_to_remove)
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise ValueError where the last tokens cannot be removed: older ones would be missing."""
+        if not tokens or self.keys is None:
+            return
+        needed = min(self.sliding_window - 1, self.cumulative_length - tokens)
+        if self.keys.shape[-2] - tokens < needed:
+            raise ValueError(
+                f"layer {self._index} keeps a window of {self.sliding_window} tokens, and those "
+                f"before it that crop(-{tokens}) needs are gone: call "
+                "cache.activate_past_recording() before the forwards that may be cut, or "
+                "cache.reset()"
+            )
+
+    def held(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values, None while it is empty."""
+        if self.keys is None or self.values is None:
+            return None
+        return self.keys, self.values
+
+    def copied(self, owner: CompressedCache, memo: dict[int, Any]) -> WindowLayer:
+        """The same rows in a copy that belongs to ``owner``."""
+        made = WindowLayer(owner, self._index, self.sliding_window)
+        for name, value in vars(self).items():
+            if name != "_owner":
+                setattr(made, name, copy.deepcopy(value, memo))
+        return made
