@@ -36,7 +36,8 @@ def main(path: str) -> None:
     for recipe in recipes:
         bits, ratio = (figure(recipe, m, 2) for m in ("bits_per_element", "ratio"))
         quality = f"{figure(recipe, 'psnr_db', 2)} | {figure(recipe, 'ssim', 3)}"
-        print(f"| `{recipe}` | {quality} | {figure(recipe, 'cached_mass', 4)} | {bits} | {ratio}× |")
+        mass = figure(recipe, "cached_mass", 4)
+        print(f"| `{recipe}` | {quality} | {mass} | {bits} | {ratio}× |")
     print("\n| correction | PSNR (dB) | cached mass | mass against bf16 |")
     print("| --- | --- | --- | --- |")
     for recipe in recipes:

@@ -109,7 +109,7 @@ def test_a_time_budget_ends_the_run(tmp_path: Path) -> None:
     budget = TrainingOptions(minutes=0.02, batch=2)
     train(moving_bars(), tmp_path, options=budget, config=TINY, device="cpu", log=lambda line: None)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert state["step"] > 1 and state["seconds"] < 5
+    assert state["step"] >= 1 and state["seconds"] >= 60 * budget.minutes
 
 
 def test_the_average_follows_the_weights_without_a_graph() -> None:
