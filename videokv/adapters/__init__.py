@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from videokv.adapters.verification import LayerError, verify
 from videokv.cache import KVCache, Mass, Memory
 from videokv.cache.mass import combined as combined_mass
 from videokv.cache.memory import combined as combined_memory
@@ -36,8 +38,9 @@ class ModelAdapter(Protocol):
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Patch ``model`` and return what undoes it.
 
-        ``new_cache(branch=..., layers=..., scale=..., window_chunks=...)`` makes a cache of the
-        recipe; ``branch`` names the guidance branch it serves ("" where there is one).
+        ``new_cache(branch=..., layers=..., scale=..., window_chunks=..., sink_chunks=...)`` makes
+        a cache of the recipe; ``branch`` names the guidance branch it serves ("" where there is
+        one). sink_chunks: first chunks that the model never lets go, which stay dense.
         """
         ...
 
@@ -51,10 +54,24 @@ class Compressed:
 
     recipe: Recipe
     _latest: dict[str, KVCache] = field(default_factory=dict, repr=False)
+    _encoded_before: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def caches(self) -> tuple[KVCache, ...]:
         return tuple(self._latest.values())
+
+    @property
+    def encode_calls(self) -> int:
+        """Tensors packed since the context was entered, in earlier rollouts and rebuilds too."""
+        now = sum(cache.encode_calls for cache in self.caches)
+        return now + sum(self._encoded_before.values())
+
+    def verify(self, *, limit: float | None = None) -> tuple[LayerError, ...]:
+        """Compare one step of each layer with dense attention; see ``verification.verify``.
+
+        limit: raise where a layer's relative error is above it, naming the layer.
+        """
+        return verify(self._some(), limit=limit)
 
     def memory(self) -> Memory:
         """Bytes of the last rollout's caches together."""
@@ -108,8 +125,16 @@ def compress(
         undo()
 
 
-def _make(state: Compressed, *, branch: str = "", **arguments: Any) -> KVCache:
-    cache = state.recipe.new_cache(**arguments)
+def _make(
+    state: Compressed, *, branch: str = "", sink_chunks: int = 0, **arguments: Any
+) -> KVCache:
+    chosen = state.recipe
+    if sink_chunks > chosen.policy.sink_chunks:
+        policy = dataclasses.replace(chosen.policy, sink_chunks=sink_chunks)
+        chosen = dataclasses.replace(chosen, policy=policy)
+    cache = chosen.new_cache(**arguments)
+    if (old := state._latest.get(branch)) is not None:
+        state._encoded_before[branch] = state._encoded_before.get(branch, 0) + old.encode_calls
     state._latest[branch] = cache
     return cache
 
