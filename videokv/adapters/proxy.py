@@ -133,7 +133,7 @@ class View:
         if isinstance(value, View):
             pieces = value._of(self)
         elif isinstance(value, Tensor) and value.ndim == 4:
-            pieces = (Piece(value.shape[1], dense=value),)
+            pieces = (Piece(value.shape[1], dense=value.to(self.dtype)),)
         else:
             raise self._refusal(f"assigning {type(value).__name__}")
         if length(pieces) != count:
@@ -180,7 +180,7 @@ class Buffer(View):
         if isinstance(value, View) and all(piece.dense is None for piece in pieces):
             self._layer.move(self._side, first, pieces)
         elif isinstance(value, Tensor):
-            self._layer.put(self._side, first, value)
+            self._layer.put(self._side, first, value.to(self.dtype))
         else:
             raise self._refusal("assigning rows that were changed in a clone")
 
@@ -403,12 +403,14 @@ class Installation:
     def _attention(self, original: Callable, q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
         if not isinstance(k, View):
             return original(q, k, v, *args, **kw)
-        given = inspect.signature(original).bind(q, k, v, *args, **kw).arguments
+        given = inspect.signature(original).bind(q, k, v, *args, **kw).arguments | kw
         scale = _attention_scale(given, layer=k._layer.index)
         values = v.pieces if isinstance(v, View) else (Piece(v.shape[1], dense=v),)
-        return k._layer.attend(
-            q, k.pieces, values, scale=scale, query_is_key_basis=not self.rules.pre_rope(self.model)
+        same_basis = not self.rules.pre_rope(self.model)
+        output = k._layer.attend(
+            q.to(k.dtype), k.pieces, values, scale=scale, query_is_key_basis=same_basis
         )
+        return output.to(q.dtype)
 
     def _rope(self, original: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Keys cached before rotary embedding: decoded, rotated by the model's own function."""

@@ -101,3 +101,22 @@ def ranges(pieces: Pieces) -> list[tuple[int, int]]:
 def holds(pieces: Pieces, token: int) -> bool:
     """Whether some row holds that token."""
     return any(first <= token < last for first, last in ranges(pieces))
+
+
+def paired(keys: Pieces, values: Pieces) -> list[tuple[Piece, Piece]]:
+    """Pieces of as many key as value rows, cut so that both sides break at the same rows."""
+    ends = sorted(_ends(keys) | _ends(values))
+    pairs, first = [], 0
+    for end in ends:
+        (key,), (value,) = cut(keys, first, end), cut(values, first, end)
+        pairs.append((key, value))
+        first = end
+    return pairs
+
+
+def _ends(pieces: Pieces) -> set[int]:
+    at, found = 0, set()
+    for piece in pieces:
+        at += piece.count
+        found.add(at)
+    return found

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from videokv.adapters.rows import Piece, Pieces, cut, holds, laid_over, length, ranges
+from videokv.adapters.rows import Piece, Pieces, cut, holds, laid_over, length, paired, ranges
 from videokv.cache import KVCache
 from videokv.cache.layer import LayerState
 from videokv.protocols import Segment
@@ -239,7 +239,7 @@ def attend_pieces(
     A single dense piece behind all that is committed takes the cache's own way (bounded workspace,
     recorded mass); any other order is put together from views.
     """
-    if [p.count for p in keys] != [p.count for p in values]:
+    if length(keys) != length(values):
         raise ValueError(
             f"layer {layer}: attention over {length(keys)} key rows and {length(values)} value rows "
             "that are not the same ones"
@@ -249,14 +249,14 @@ def attend_pieces(
             f"layer {layer}: attention over {length(keys)} rows, some of which were never written; "
             "write the rows first, or read fewer"
         )
-    past, last = ranges(keys), keys[-1]
-    whole = sum(end - start for start, end in past) == cache.held_tokens(layer)
-    if last.dense is not None and not last.noise and len(past) == len(keys) - 1 and whole:
-        assert values[-1].dense is not None
-        return cache.attend(layer, query, _heads(last.dense), _heads(values[-1].dense), scale=scale)
+    pairs = paired(keys, values)
+    if _usual(cache, layer, pairs):
+        key, value = pairs[-1]
+        assert key.dense is not None and value.dense is not None
+        return cache.attend(layer, query, _heads(key.dense), _heads(value.dense), scale=scale)
     segments = [
         segment
-        for key, value in zip(keys, values, strict=True)
+        for key, value in pairs
         for segment in _segments(cache, layer, key, value)
     ]
     return attend_segments(cache, layer, query, segments, scale=scale)
@@ -303,6 +303,16 @@ def _segments(cache: KVCache, layer: int, key: Piece, value: Piece) -> list[Segm
     if key.token != value.token:
         raise ValueError(f"layer {layer}: keys and values of other tokens were paired")
     return view(cache, layer, key)
+
+
+def _usual(cache: KVCache, layer: int, pairs: list[tuple[Piece, Piece]]) -> bool:
+    """Whether it is all that is committed, and then dense rows."""
+    *past, (last, _) = pairs
+    if last.dense is None or any(k.token is None or k.token != v.token for k, v in past):
+        return False
+    held = ranges(tuple(key for key, _ in past))
+    committed = all(end <= cache.length for _, end in held)
+    return committed and sum(end - start for start, end in held) == cache.held_tokens(layer)
 
 
 def _widened(segment: Segment, batch: int) -> Segment:
