@@ -286,9 +286,7 @@ FAMILIES = {
         chunks=7,
     ),
     "krea": Krea("wan.modules.causal_model", WAN, 6, {}, chunks=3, integers=True),
-    "lingbot": LingBot(
-        "wan.modules.model_fast", WAN, 9, {}, name="WanModelFast", chunks=5
-    ),
+    "lingbot": LingBot("wan.modules.model_fast", WAN, 9, {}, name="WanModelFast", chunks=5),
 }
 
 

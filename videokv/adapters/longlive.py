@@ -10,7 +10,7 @@ from videokv.adapters.proxy import ProxyAdapter
 
 def relative(model: Any) -> bool:
     """Whether keys are cached before rotary embedding."""
-    return bool(getattr(model.blocks[0].self_attn, "use_relative_rope", False))
+    return bool(getattr(model, "use_relative_rope", False))
 
 
 ADAPTER = ProxyAdapter(

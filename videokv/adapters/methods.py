@@ -16,7 +16,7 @@ class Patches:
     def wrap(self, owner: Any, name: str, replacement: Callable) -> None:
         """``owner.name(...)`` becomes ``replacement(original, ...)``.
 
-        On a class the replacement also gets the instance: ``replacement(original, self, ...)``.
+        Of modules and objects; see ``wrap_method`` for classes.
         """
         original = getattr(owner, name)
 
@@ -25,6 +25,16 @@ class Patches:
             return replacement(original, *args, **kwargs)
 
         self.put(owner, name, call)
+
+    def wrap_method(self, cls: type, name: str, replacement: Callable) -> None:
+        """``instance.name(...)`` becomes ``replacement(original, instance, ...)``."""
+        original = getattr(cls, name)
+
+        @functools.wraps(original)
+        def call(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            return replacement(original, instance, *args, **kwargs)
+
+        self.put(cls, name, call)
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """``owner.name`` becomes ``value`` until ``undo``."""

@@ -431,7 +431,7 @@ class Slots:
     """Names of guidance branches: each live store has one, freed with it."""
 
     def __init__(self) -> None:
-        self._stores: dict[str, weakref.ref[Store]] = {}
+        self._stores: dict[str, weakref.ref[Any]] = {}
 
     def free(self) -> str:
         """The first name that no live store has: "", "1", "2"..."""
@@ -440,7 +440,7 @@ class Slots:
             number += 1
         return _slot(number)
 
-    def take(self, branch: str, store: Store) -> None:
+    def take(self, branch: str, store: Any) -> None:
         self._stores[branch] = weakref.ref(store)
 
 

@@ -33,7 +33,7 @@ class Store:
         self._make = make
         self.snapshot = snapshot
         self.cache = make()
-        _refuse_window(self.cache)
+        refuse_window(self.cache)
         # Whoever reads a layer holds it, and a layer holds its store: no cycle keeps rows alive.
         self.layers: weakref.WeakValueDictionary[int, StoredLayer] = weakref.WeakValueDictionary()
         self.position: int | None = None
@@ -66,14 +66,7 @@ class Store:
 
     def rebuild(self) -> None:
         """Forget all rows; a snapshot model keeps its query statistics."""
-        old = self.cache
-        self.cache = self._make()
-        if self.snapshot:
-            kept = {
-                index: LayerState(moment=state.moment, layout=state.layout)
-                for index, state in old.layer_states().items()
-            }
-            self.cache.restore(kept, length=0)
+        self.cache = made_anew(self.cache, self._make, keep_statistics=self.snapshot)
         for layer in self.layers.values():
             layer.forget()
 
@@ -225,6 +218,18 @@ class StoredLayer:
         self.store.cache.keep(self.index, held)
 
 
+def made_anew(old: KVCache, make: Callable[[], KVCache], *, keep_statistics: bool) -> KVCache:
+    """An empty cache in the place of ``old``, with its query statistics or without."""
+    cache = make()
+    if keep_statistics:
+        kept = {
+            index: LayerState(moment=state.moment, layout=state.layout)
+            for index, state in old.layer_states().items()
+        }
+        cache.restore(kept, length=0)
+    return cache
+
+
 def attend_pieces(
     cache: KVCache,
     layer: int,
@@ -254,11 +259,7 @@ def attend_pieces(
         key, value = pairs[-1]
         assert key.dense is not None and value.dense is not None
         return cache.attend(layer, query, _heads(key.dense), _heads(value.dense), scale=scale)
-    segments = [
-        segment
-        for key, value in pairs
-        for segment in _segments(cache, layer, key, value)
-    ]
+    segments = [segment for key, value in pairs for segment in _segments(cache, layer, key, value)]
     return attend_segments(cache, layer, query, segments, scale=scale)
 
 
@@ -341,7 +342,8 @@ def _without(pieces: Pieces, token: int) -> Pieces:
     return tuple(kept)
 
 
-def _refuse_window(cache: KVCache) -> None:
+def refuse_window(cache: KVCache) -> None:
+    """Raise ValueError where the recipe sets a window of its own."""
     if cache.recipe.policy.window_chunks is not None:
         raise ValueError(
             f"window_chunks = {cache.recipe.policy.window_chunks}: this model moves its window "
