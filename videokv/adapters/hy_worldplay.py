@@ -63,9 +63,7 @@ class _Attention:
             return original(q, k, v, *args, **kw)
         self._refuse_parallel(layer)
         query, key, value = (_heads(pair) for pair in (q, k, v))
-        text = Segment(*(torch.cat([held[name]] * 2) for name in ("k_txt", "v_txt")))
-        if held["k_txt"].shape[0] > 1:
-            text = Segment(*(held[n].repeat_interleave(2, 0) for n in ("k_txt", "v_txt")))
+        text = Segment(*(held[name].repeat_interleave(2, 0) for name in ("k_txt", "v_txt")))
         output = held["k_vision"].history.attend(layer, query, key, value, before=[text])
         halves = output.transpose(1, 2).flatten(2).chunk(2)
         return *halves, {}

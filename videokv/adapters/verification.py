@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from videokv.cache import CachePolicy, KVCache
-from videokv.cache.chunks import DenseChunk
+from videokv.cache.chunks import PackedChunk
 from videokv.cache.layer import LayerState
 from videokv.protocols import Segment
 
@@ -28,12 +28,12 @@ class LayerError:
 def verify(caches: Iterable[KVCache], *, limit: float | None = None) -> tuple[LayerError, ...]:
     """Pack the newest dense rows of every layer once more, and attend to them both ways.
 
-    The rows are those of the chunk in progress (or the newest recent chunk), with their own queries;
-    what is packed here is thrown away, the caches do not change. The recipe's correction is part of
-    it. Layers come in order.
+    The rows are those of the chunk in progress (or the newest recent chunk), with their queries, or
+    where those are not kept their keys as queries. What is packed here is thrown away, the caches
+    do not change. The recipe's correction is part of it. Layers come in order.
 
     Raises:
-        ValueError: a layer has no dense rows with queries, or its error is above ``limit``: the
+        ValueError: a layer has no dense rows, or its error is above ``limit``: the
             worst layers are named.
     """
     errors = tuple(
@@ -72,18 +72,15 @@ def _error(cache: KVCache, layer: int, state: LayerState) -> float:
 
 
 def _dense_rows(layer: int, state: LayerState) -> tuple[Tensor, Tensor, Tensor]:
-    tail = state.tail
-    if tail is not None and tail.queries is not None:
-        return tail.keys, tail.values, tail.queries
-    newest = state.chunks[-1] if state.chunks else None
-    if isinstance(newest, DenseChunk) and newest.queries is not None:
-        return newest.keys, newest.values, newest.queries
-    if tail is not None:
-        return tail.keys, tail.values, tail.keys
-    raise ValueError(
-        f"layer {layer} has no dense rows to compare with: run at least one chunk first, or keep the "
-        "newest one dense with recent_chunks=1"
-    )
+    """Keys, values and queries of the newest rows that are not packed."""
+    newest = state.tail or (state.chunks[-1] if state.chunks else None)
+    if newest is None or isinstance(newest, PackedChunk):
+        raise ValueError(
+            f"layer {layer} has no dense rows to compare with: run at least one chunk first, or "
+            "keep the newest one dense with recent_chunks=1"
+        )
+    queries = newest.keys if newest.queries is None else newest.queries
+    return newest.keys, newest.values, queries
 
 
 def _relative(output: Tensor, reference: Tensor) -> float:
