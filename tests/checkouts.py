@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.machinery
 import json
 import os
 import sys
@@ -258,6 +259,188 @@ class LingBot(WanKin):
         return torch.stack(list(out))
 
 
+class LongLiveRelative(LongLive2):
+    """Keys cached before rotary embedding; no recipe that needs the model's queries."""
+
+    recipes = ("bf16", "rtn-2bit+taylor", "rtn-4bit", "rtn-8bit+taylor")
+
+    def tiny(self, cls):
+        model = super().tiny(cls)
+        model.use_relative_rope = True
+        return model
+
+
+class MatrixGame(WanKin):
+    def load(self, root):
+        stub = types.ModuleType("flash_attn")
+        stub.flash_attn_func = dense_attention
+        stub.flash_attn_varlen_func = None
+        stub.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+        sys.modules["flash_attn"] = stub
+        return super().load(root)
+
+    def tiny(self, cls):
+        sizes = dict(dim=HEADS * SIZE, ffn_dim=64, freq_dim=32, in_dim=8, out_dim=4)
+        model = cls(num_heads=HEADS, num_layers=LAYERS, **sizes, **self.options)
+        self.code.attention = dense_attention
+        return random_weights(model)
+
+    def call(self, model, chunk, t, start, cache, text_cache, **more):
+        generator = torch.Generator().manual_seed(5)
+        seen = torch.randn(1, 6, 1280, generator=generator).bfloat16()
+        return model(
+            chunk,
+            t=torch.full((1, chunk.shape[2]), t),
+            visual_context=seen,
+            cond_concat=0.5 * chunk,
+            kv_cache=cache,
+            kv_cache_mouse=[None] * LAYERS,
+            kv_cache_keyboard=[None] * LAYERS,
+            crossattn_cache=text_cache,
+            current_start=start * self.frame_tokens,
+        )
+
+
+class LongCat:
+    """Re-encodes its last clean frames for each segment, then denoises with guidance."""
+
+    def load(self, root):
+        sys.path.insert(0, str(root))
+        hollow_packages(root, "longcat_video", "longcat_video.modules")
+        code = importlib.import_module("longcat_video.modules.longcat_video_dit")
+        code.Attention._process_attn = lambda self, q, k, v, shape: (
+            functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        )
+        code.MultiHeadCrossAttention._process_cross_attn = self.cross
+        model = code.LongCatVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            hidden_size=HEADS * SIZE,
+            depth=LAYERS,
+            num_heads=HEADS,
+            caption_channels=16,
+            adaln_tembed_dim=32,
+            frequency_embedding_size=32,
+            cp_split_hw=[1, 1],
+        )
+        return random_weights(model).float()
+
+    @staticmethod
+    def cross(self, x, cond, lengths):
+        batch = x.shape[0]
+        q = self.q_norm(self.q_linear(x).unflatten(-1, (self.num_heads, -1)))
+        k, v = self.kv_linear(cond).view(batch, -1, 2, self.num_heads, self.head_dim).unbind(2)
+        return self.proj(dense_attention(q, self.k_norm(k), v).flatten(2))
+
+    def new_cache(self):
+        return None
+
+    def rollout(self, model, cache):
+        text = torch.randn(2, 1, TEXT, 16, generator=torch.Generator().manual_seed(5))
+        clean, made = noise_of(9)[:, :, :5].float(), []
+        for segment in range(3):
+            _, kept = model(
+                clean,
+                torch.zeros(1, 5),
+                text[:1] * 0,
+                return_kv=True,
+                skip_crs_attn=True,
+            )
+            x = noise_of(9)[:, :, 5 - segment : 9 - segment].float()
+            for t in (900.0, 500.0):
+                out = model(
+                    torch.cat([x, x]),
+                    torch.full((2, 4), t),
+                    text,
+                    num_cond_latents=5,
+                    kv_cache_dict=kept,
+                )
+                x = (x - 0.7 * out[:1] + 0.2 * out[1:]).tanh()
+            made.append(x)
+            clean = torch.cat([clean, x], 2)[:, :, -5:]
+        return torch.cat(made, 2)
+
+
+class WorldPlay:
+    """Two guidance branches; all frames so far are retrieved for each chunk."""
+
+    def load(self, root):
+        sys.path.insert(0, str(root))
+        package = "hyvideo.models.transformers"
+        hollow_packages(root, "hyvideo", "hyvideo.models", package)
+        state = importlib.import_module("hyvideo.commons.infer_state")
+        state.initialize_infer_state(
+            types.SimpleNamespace(
+                sage_blocks_range="0-1",
+                use_sageattn=False,
+                enable_torch_compile=False,
+                use_fp8_gemm=False,
+                quant_type="fp8-per-block",
+                include_patterns="double_blocks",
+                use_vae_parallel=False,
+            )
+        )
+        code = importlib.import_module(f"{package}.worldplay_1_5_transformer")
+        attention = importlib.import_module(f"{package}.modules.attention")
+        alone = types.SimpleNamespace(sp_enabled=False, sp=1)
+        code.get_parallel_state = attention.get_parallel_state = lambda: alone
+        model = code.HunyuanVideo_1_5_DiffusionTransformer(
+            in_channels=4,
+            concat_condition=False,
+            out_channels=4,
+            hidden_size=HEADS * SIZE,
+            heads_num=HEADS,
+            mlp_width_ratio=2.0,
+            mm_double_blocks_depth=LAYERS,
+            mm_single_blocks_depth=0,
+            rope_dim_list=[8, 12, 12],
+            text_states_dim=16,
+            attn_mode="torch",
+        )
+        model.add_action_parameters()
+        return random_weights(model)
+
+    def new_cache(self):
+        generator = torch.Generator().manual_seed(5)
+        pair = torch.randn(2, LAYERS, 2, 1, HEADS, TEXT, SIZE, generator=generator).bfloat16()
+        return [
+            [{"k_txt": k, "v_txt": v, "k_vision": None, "v_vision": None} for k, v in branch]
+            for branch in pair
+        ]
+
+    def call(self, model, x, t, cache, start, total, **more):
+        frames = x.shape[2]
+        shift = torch.arange(start, start + frames) * 0.1
+        views = torch.eye(4).repeat(1, frames, 1, 1)
+        views[0, :, 0, 3] = shift
+        return model.forward_vision(
+            x,
+            torch.full((frames,), t),
+            action=torch.zeros(1, frames),
+            viewmats=views.bfloat16(),
+            Ks=torch.eye(3).repeat(1, frames, 1, 1).bfloat16(),
+            kv_cache=cache,
+            rope_temporal_size=total,
+            start_rope_start_idx=start,
+            **more,
+        )
+
+    def rollout(self, model, caches):
+        noise, made, past = noise_of(12), [], None
+        for first in range(0, 12, 4):
+            if past is not None:
+                caches = [
+                    self.call(model, past, 14.0, c, 0, first, cache_vision=True) for c in caches
+                ]
+            x = noise[:, :, first : first + 4]
+            for t in (900.0, 500.0):
+                good, bad = (self.call(model, x, t, c, first, first + 4)[0] for c in caches)
+                x = (x - 0.7 * good + 0.2 * bad).tanh()
+            made.append(x)
+            past = torch.cat(made, 2)
+        return past
+
+
 WAN = ("wan", "wan.modules")
 FAMILIES = {
     "self-forcing": WanKin("wan.modules.causal_model", WAN, 15, dict(model_type="t2v")),
@@ -285,6 +468,18 @@ FAMILIES = {
         dict(model_type="t2v", local_attn_size=12, sink_size=3),
         chunks=7,
     ),
+    "longlive-relative": LongLiveRelative(
+        "wan_5b.modules.causal_model",
+        ("wan_5b", "wan_5b.modules"),
+        12,
+        dict(model_type="t2v", local_attn_size=12, sink_size=3),
+        chunks=7,
+    ),
+    "matrix-game": MatrixGame(
+        "wan.modules.causal_model", WAN, 6, dict(model_type="i2v", local_attn_size=6), chunks=6
+    ),
+    "longcat": LongCat(),
+    "hy-worldplay": WorldPlay(),
     "krea": Krea("wan.modules.causal_model", WAN, 6, {}, chunks=3, integers=True),
     "lingbot": LingBot("wan.modules.model_fast", WAN, 9, {}, name="WanModelFast", chunks=5),
 }
@@ -306,7 +501,7 @@ def run(family, root):
         "repeatable": torch.equal(expected, again),
         "recipes": {},
     }
-    for name in RECIPES:
+    for name in getattr(kind, "recipes", RECIPES):
         with videokv.compress(model, name) as kv, contextlib.redirect_stdout(sys.stderr):
             ours = kind.rollout(model, kind.new_cache())
             memory = kv.memory()
