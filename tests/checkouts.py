@@ -481,7 +481,14 @@ FAMILIES = {
     "longcat": LongCat(),
     "hy-worldplay": WorldPlay(),
     "krea": Krea("wan.modules.causal_model", WAN, 6, {}, chunks=3, integers=True),
-    "lingbot": LingBot("wan.modules.model_fast", WAN, 9, {}, name="WanModelFast", chunks=5),
+    "lingbot": LingBot(
+        "wan.modules.model_fast",
+        WAN,
+        9,
+        dict(local_attn_size=9, sink_size=3),
+        name="WanModelFast",
+        chunks=6,
+    ),
 }
 
 

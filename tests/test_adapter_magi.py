@@ -24,9 +24,7 @@ def test_bf16_is_bit_equal(dtype, kv_range, in_flight):
         ours = fake.rollout(model, noise, in_flight=in_flight, kv_range=kv_range)
     assert torch.equal(ours, expected) and expected.float().std() > 0.1
     assert kv.caches[0].length == 20
-    assert torch.equal(
-        fake.rollout(model, noise, in_flight=in_flight, kv_range=kv_range), expected
-    )
+    assert torch.equal(fake.rollout(model, noise, in_flight=in_flight, kv_range=kv_range), expected)
 
 
 def test_error_falls_with_bits_and_each_chunk_is_encoded_once():

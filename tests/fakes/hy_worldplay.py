@@ -15,9 +15,7 @@ def get_parallel_state():
     return SimpleNamespace(sp_enabled=False)
 
 
-def sequence_parallel_attention_vision(
-    q, k, v, block_idx=None, kv_cache=None, cache_vision=False
-):
+def sequence_parallel_attention_vision(q, k, v, block_idx=None, kv_cache=None, cache_vision=False):
     q, k, v = (torch.cat(pair).transpose(1, 2) for pair in (q, k, v))
     held, made = kv_cache[block_idx], {}
     if cache_vision:
@@ -81,6 +79,4 @@ class Pipeline:
         return past
 
 
-common.pose_as(
-    __name__, "fake.models.transformers.worldplay_1_5_transformer", Transformer
-)
+common.pose_as(__name__, "fake.models.transformers.worldplay_1_5_transformer", Transformer)

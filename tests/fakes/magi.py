@@ -16,9 +16,7 @@ def rotate(x, start):
     angle = (start + torch.arange(x.shape[0]))[:, None, None] * 50.0 ** (-torch.arange(part) / part)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b, rest = x[..., :part], x[..., part : 2 * part], x[..., 2 * part :]
-    return torch.cat(
-        [a * cos - b * sin, a * sin + b * cos, rest], -1
-    )
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
 
 
 class InferenceParams:
