@@ -441,6 +441,81 @@ class WorldPlay:
         return past
 
 
+class WorldPlayWan:
+    """The history is re-encoded for each chunk; sageattention and its GPU are stood in for."""
+
+    def load(self, root):
+        sys.path[:0] = [str(root), str(Path(root, "wan"))]
+        hollow_packages(root, "hyvideo")
+        sage = types.ModuleType("sageattention")
+        sage.sageattn = lambda q, k, v, tensor_layout="HND", is_causal=False: (
+            functional.scaled_dot_product_attention(q, k, v)
+        )
+        torch._dynamo.config.disable = True  # its blocks are compiled: minutes on a CPU
+        importlib.import_module("diffusers.models.attention")  # looks for the real package
+        sys.modules["sageattention"] = sage
+        for name, parts in {
+            "distributed": (),
+            "distributed.communication_op": (
+                "all_to_all_sp",
+                "sequence_model_parallel_all_gather",
+            ),
+            "distributed.parallel_state": ("get_sp_parallel_rank", "get_sp_world_size"),
+        }.items():
+            sys.modules[name] = types.ModuleType(name)
+            for part in parts:
+                setattr(sys.modules[name], part, None)
+        hollow_packages(root, "wan", "wan.models", "wan.models.dits")
+        code = importlib.import_module("wan.models.dits.arwan_w_action_w_mem_relative_rope")
+        model = code.WanTransformer3DModel(
+            num_attention_heads=HEADS,
+            attention_head_dim=SIZE,
+            in_channels=4,
+            out_channels=4,
+            text_dim=16,
+            freq_dim=32,
+            ffn_dim=64,
+            num_layers=LAYERS,
+        )
+        model.add_discrete_action_parameters()
+        return random_weights(model).float()
+
+    def new_cache(self):
+        return [{"k": None, "v": None} for _ in range(LAYERS)]
+
+    def call(self, model, x, t, cache, start, **more):
+        frames = x.shape[2]
+        views = torch.eye(4).repeat(1, frames, 1, 1)
+        views[0, :, 0, 3] = 0.1 * torch.arange(start, start + frames)
+        text = torch.randn(1, TEXT, 16, generator=torch.Generator().manual_seed(5))
+        return model(
+            hidden_states=x.float(),
+            timestep=torch.full((frames,), t),
+            encoder_hidden_states=text,
+            return_dict=False,
+            current_start=start * HEIGHT * WIDTH // 4,
+            current_end=(start + frames) * HEIGHT * WIDTH // 4,
+            kv_cache=cache,
+            window_frames=12,
+            viewmats=views,
+            Ks=torch.eye(3).repeat(1, frames, 1, 1),
+            action=torch.zeros(1, frames),
+            **more,
+        )
+
+    def rollout(self, model, cache):
+        noise, made, past = noise_of(12), [], None
+        for first in range(0, 12, 4):
+            if past is not None:
+                cache = self.call(model, past, 14.0, cache, 0, is_cache=True)
+            x = noise[:, :, first : first + 4].float()
+            for t in (900.0, 500.0):
+                x = (x - 0.5 * self.call(model, x, t, cache, first)[0]).tanh()
+            made.append(x)
+            past = torch.cat(made, 2)
+        return past
+
+
 WAN = ("wan", "wan.modules")
 FAMILIES = {
     "self-forcing": WanKin("wan.modules.causal_model", WAN, 15, dict(model_type="t2v")),
@@ -480,6 +555,7 @@ FAMILIES = {
     ),
     "longcat": LongCat(),
     "hy-worldplay": WorldPlay(),
+    "hy-worldplay-wan": WorldPlayWan(),
     "krea": Krea("wan.modules.causal_model", WAN, 6, {}, chunks=3, integers=True),
     "lingbot": LingBot(
         "wan.modules.model_fast",

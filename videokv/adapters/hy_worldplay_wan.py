@@ -62,6 +62,7 @@ class _Steps:
         self.slots = Slots()
         self.fresh: History | None = None
         self.reading: tuple[History, int] | None = None
+        self.caching = False
         self.seen: tuple[Tensor, Tensor, Tensor] | None = None
 
     def process(self, original: Callable, processor: Any, attn: Any, *args: Any, **kw: Any) -> Any:
@@ -73,20 +74,22 @@ class _Steps:
         if handle is None and not caching:
             return original(processor, attn, *args, **kw)
         kw["kv_cache"] = {"k": None, "v": None}
+        self.caching = caching
         self.reading = None if caching or handle is None else (handle.history, layer)
         try:
             hidden, made = original(processor, attn, *args, **kw)
             if caching:
                 made = self._store(layer, handle)
         finally:
-            self.reading, self.seen = None, None
+            self.reading, self.seen, self.caching = None, None, False
         return hidden, made
 
     def attend(self, original: Callable, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any):
         if self.reading is not None:
             history, layer = self.reading
             return history.attend(layer, q, k, v)
-        self.seen = (q, k, v)
+        if self.caching:
+            self.seen = (q, k, v)
         return original(q, k, v, *args, **kw)
 
     def _store(self, layer: int, handle: Handle | None) -> dict[str, Handle]:

@@ -6,9 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class Patches:
-    """Attributes of modules, classes and objects that were replaced for a while."""
+    """Attributes of modules, classes and objects that were replaced for a while.
+
+    What is put in their place stays outside the graphs of code that is compiled.
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -24,7 +29,7 @@ class Patches:
         def call(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        self.put(owner, name, call)
+        self.put(owner, name, torch.compiler.disable(call))
 
     def wrap_method(self, cls: type, name: str, replacement: Callable) -> None:
         """``instance.name(...)`` becomes ``replacement(original, instance, ...)``."""
@@ -34,7 +39,7 @@ class Patches:
         def call(instance: Any, *args: Any, **kwargs: Any) -> Any:
             return replacement(original, instance, *args, **kwargs)
 
-        self.put(cls, name, call)
+        self.put(cls, name, torch.compiler.disable(call))
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """``owner.name`` becomes ``value`` until ``undo``."""
