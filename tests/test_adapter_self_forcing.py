@@ -197,6 +197,18 @@ def test_what_is_not_served_is_refused():
             fake.attention(torch.zeros(1, 2, 3, 16), keys[:, :4], values[:, :4], causal=True)
 
 
+def test_a_recipe_that_does_not_fit_leaves_the_model_as_it_was():
+    model = model_of()
+    cache = model.new_cache(36)
+    with (
+        pytest.raises(ValueError, match="group_size"),
+        videokv.compress(model, "rtn-2bit", group_size=64),
+    ):
+        fake.rollout(model, cache, fake.noise())
+    assert all(type(layer[name]) is torch.Tensor for layer in cache for name in "kv")
+    assert torch.equal(fake.rollout(model, cache, fake.noise()), run(model, 36, fake.noise()))
+
+
 def test_not_finite_keys_name_the_layer():
     model = model_of()
     model.blocks[1].self_attn.k.weight.data[0, 0] = float("nan")

@@ -86,7 +86,9 @@ class View:
         return self
 
     def materialise(self) -> Tensor:
-        """The rows as a tensor (decoded)."""
+        """The rows as a tensor: cached ones decoded, unwritten ones zero."""
+        if all(piece.empty for piece in self.pieces):
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return self._layer.dense(self._side, self.pieces)
 
     def __getitem__(self, index: Any) -> View:

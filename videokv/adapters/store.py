@@ -154,11 +154,8 @@ class StoredLayer:
                 self._fresh[side] = (first, rows, (Piece(rows.shape[1]),))
 
     def dense(self, side: Side, pieces: Pieces) -> Tensor:
-        """Rows as a tensor ``[B, n, H, D]``; unwritten ones are zeros."""
-        layout = self.store.cache.layer_states()[self.index].layout
-        if layout is None:
-            raise ValueError(f"layer {self.index} holds no rows yet")
-        parts = []
+        """Rows as a tensor ``[B, n, H, D]``, some of which are written; the others are zeros."""
+        parts: list[Tensor | int] = []
         for piece in pieces:
             if piece.dense is not None:
                 parts.append(piece.dense)
@@ -167,10 +164,9 @@ class StoredLayer:
                     part = segment.keys if side == "key" else segment.values
                     parts.append(part.transpose(1, 2))
             else:
-                size = layout.key_dim if side == "key" else layout.value_dim
-                shape = (layout.batch, piece.count, layout.kv_heads, size)
-                parts.append(torch.zeros(shape, dtype=layout.dtype, device=layout.device))
-        return torch.cat(parts, 1)
+                parts.append(piece.count)
+        like = next(part for part in parts if isinstance(part, Tensor))
+        return torch.cat([_rows_like(like, part) for part in parts], 1)
 
     def _both(self) -> tuple[tuple[int, Tensor, Pieces], tuple[int, Tensor, Pieces]]:
         if len(self._fresh) < 2:
@@ -304,6 +300,13 @@ def _segments(cache: KVCache, layer: int, key: Piece, value: Piece) -> list[Segm
     if key.token != value.token:
         raise ValueError(f"layer {layer}: keys and values of other tokens were paired")
     return view(cache, layer, key)
+
+
+def _rows_like(like: Tensor, rows: Tensor | int) -> Tensor:
+    """The rows, or that many zeros ``[B, n, H, D]``."""
+    if isinstance(rows, Tensor):
+        return rows
+    return like.new_zeros(like.shape[0], rows, *like.shape[2:])
 
 
 def _usual(cache: KVCache, layer: int, pairs: list[tuple[Piece, Piece]]) -> bool:
