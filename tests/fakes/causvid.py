@@ -1,4 +1,5 @@
-"""CausVid's contract: rows at absolute positions, start and end given, no index tensors, no window."""
+"""CausVid's contract: rows at absolute positions, start and end given, no index tensors, no
+window."""
 
 import torch
 

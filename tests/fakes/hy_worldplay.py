@@ -1,5 +1,5 @@
-"""HY-WorldPlay 8B's contract: a list of dicts with text and vision rows; a vision pass returns a new
-list; a batch of two halves, whose second transforms queries, keys and values by the camera."""
+"""HY-WorldPlay 8B's contract: a list of dicts with text and vision rows; a vision pass returns a
+new list; a batch of two halves, whose second transforms queries, keys and values by the camera."""
 
 from types import SimpleNamespace
 

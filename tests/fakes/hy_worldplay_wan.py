@@ -1,5 +1,5 @@
-"""The contract of HY-WorldPlay's Wan variant: a processor that caches rotary and ProPE rows side by side
-in [B, H, S, 2 D] and attends to both as one batch."""
+"""The contract of HY-WorldPlay's Wan variant: a processor that caches rotary and ProPE rows side
+by side in [B, H, S, 2 D] and attends to both as one batch."""
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ class CausalCameraPRopeWanAttnProcessor2_0:
         q, k, v = ([t.transpose(1, 2) for t in pair] for pair in pairs)
         kept = {}
         if kv_cache["v"] is not None and not is_cache:
-            k = [torch.cat([a, b], -2) for a, b in zip(kv_cache["k"].chunk(2, dim=-1), k)]
-            v = [torch.cat([a, b], -2) for a, b in zip(kv_cache["v"].chunk(2, dim=-1), v)]
+            k = [torch.cat([a, b], -2) for a, b in zip(kv_cache["k"].chunk(2, -1), k, strict=True)]
+            v = [torch.cat([a, b], -2) for a, b in zip(kv_cache["v"].chunk(2, -1), v, strict=True)]
         if is_cache:
             kept = {"k": torch.cat(k, -1), "v": torch.cat(v, -1)}
         out = sageattn(torch.cat(q), torch.cat(k), torch.cat(v), tensor_layout="HND")

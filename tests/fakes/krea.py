@@ -1,5 +1,5 @@
-"""Krea realtime's contract: integers for indices; before each block the context is encoded anew by a pass
-with a block mask, which writes rows 0.. and attends without the cache."""
+"""Krea realtime's contract: integers for indices; before each block the context is encoded anew
+by a pass with a block mask, which writes rows 0.. and attends without the cache."""
 
 import torch
 from torch.nn import functional

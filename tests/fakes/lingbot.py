@@ -1,8 +1,6 @@
 """LingBot-World's contract: that of Self-Forcing, reached through helpers that take an object with
 ``read`` and ``write`` or a tensor, and a longest attention given with each call."""
 
-import torch
-
 from . import common, self_forcing
 from .common import rope
 

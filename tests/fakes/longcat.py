@@ -1,5 +1,6 @@
-"""LongCat-Video's contract: a pass over the clean frames returns keys (normalized, not yet rotated) and
-values of batch 1; each step repeats them for the guidance batch and rotates the whole sequence."""
+"""LongCat-Video's contract: a pass over the clean frames returns keys (normalized, not yet
+rotated) and values of batch 1; each step repeats them for the guidance batch and rotates the
+whole sequence."""
 
 import torch
 from torch import nn

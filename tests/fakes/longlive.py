@@ -1,5 +1,5 @@
-"""LongLive's contract: attention over clones of the buffers, edited; sink and local window joined; rows
-written after all blocks. v2's relative form keeps keys before rotary embedding."""
+"""LongLive's contract: attention over clones of the buffers, edited; sink and local window
+joined; rows written after all blocks. v2's relative form keeps keys before rotary embedding."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""Matrix-Game-2's contract: that of Self-Forcing with a window, and beside it small caches of the mouse
-and the keyboard, dicts of the same kind."""
+"""Matrix-Game-2's contract: that of Self-Forcing with a window, and beside it small caches of
+the mouse and the keyboard, dicts of the same kind."""
 
 import torch
 

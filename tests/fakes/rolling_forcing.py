@@ -1,5 +1,5 @@
-"""Rolling-Forcing's contract: a pass covers several blocks, only the first is cached; block 0 is kept
-before rotary embedding and turned at each read, as if it lay right before the window."""
+"""Rolling-Forcing's contract: a pass covers several blocks, only the first is cached; block 0 is
+kept before rotary embedding and turned at each read, as if it lay right before the window."""
 
 import torch
 

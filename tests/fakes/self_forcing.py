@@ -1,5 +1,5 @@
-"""Self-Forcing's contract: a dict a layer, rows rolled to the left behind a sink by the first pass of a
-chunk, the same rows written by each step, index tensors beside them."""
+"""Self-Forcing's contract: a dict a layer, rows rolled to the left behind a sink by the first
+pass of a chunk, the same rows written by each step, index tensors beside them."""
 
 import torch
 from torch import nn

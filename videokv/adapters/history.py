@@ -51,8 +51,8 @@ class History:
     ) -> Tensor:
         """softmax over exact rows ``before``, the history and the current rows, in this order.
 
-        query ``[B, Hq, M, D]``, keys ``[B, Hkv, N, D]``. A history of batch 1 serves every row of the
-        batch.
+        query ``[B, Hq, M, D]``, keys ``[B, Hkv, N, D]``. A history of batch 1 serves every row
+        of the batch.
         """
         self._finish()
         same_batch = query.shape[0] == self._batch(layer)
@@ -96,8 +96,8 @@ class Handle:
 
     def cpu(self) -> Handle:
         raise ValueError(
-            "offloading the cache to the CPU is not served: packed rows stay on the model's device; "
-            "leave the model's own offloading of its cache off"
+            "offloading the cache to the CPU is not served: packed rows stay on the model's "
+            "device; leave the model's own offloading of its cache off"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """HY-WorldPlay 8B (Tencent-Hunyuan/HY-WorldPlay).
 
-A batch holds two branches, rotary and ProPE; both keep what attention reads, so their rows are taken as
-they are. The text prefix stays dense. Each chunk re-encodes the retrieved frames.
+A batch holds two branches, rotary and ProPE; both keep what attention reads, so their rows are
+taken as they are. The text prefix stays dense. Each chunk re-encodes the retrieved frames.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ class HyWorldPlayWan:
         }
         if not layers or not callable(getattr(module, "sageattn", None)):
             raise ValueError(
-                f"{self.name}: expected attention modules with {PROCESSOR} and a function 'sageattn' "
-                f"in {module.__name__}, found {len(layers)} such modules; this version of the "
-                "repository is not supported"
+                f"{self.name}: expected attention modules with {PROCESSOR} and a function "
+                f"'sageattn' in {module.__name__}, found {len(layers)} such modules; this version "
+                "of the repository is not supported"
             )
         order = {key: index for index, key in enumerate(layers)}
         patches = Patches()

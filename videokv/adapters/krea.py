@@ -1,5 +1,5 @@
-"""Krea realtime (krea-ai/realtime-video): the context is re-encoded for every block by a pass with a
-block mask, which writes the cache and does not read it."""
+"""Krea realtime (krea-ai/realtime-video): the context is re-encoded for every block by a pass
+with a block mask, which writes the cache and does not read it."""
 
 from videokv.adapters.proxy import ProxyAdapter
 

@@ -1,8 +1,8 @@
 """LongCat-Video (meituan-longcat/LongCat-Video).
 
-The model caches keys before rotary embedding and rotates the whole sequence at each read. The cached
-frames have the same positions in every read as in the cache pass, so their rotated keys are kept: exact
-for every recipe, and nothing is rotated again.
+The model caches keys before rotary embedding and rotates the whole sequence at each read. The
+cached frames have the same positions in every read as in the cache pass, so their rotated keys
+are kept: exact for every recipe, and nothing is rotated again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""LongLive v1 and v2 (NVlabs/LongLive): attention over edited clones, rows written after all blocks.
+"""LongLive v1 and v2 (NVlabs/LongLive): attention over edited clones, rows written after all
+blocks.
 
 v2 with relative rotary embedding keeps keys before it; its FP4 cache is quantized already.
 """

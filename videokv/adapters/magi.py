@@ -1,7 +1,7 @@
 """MAGI-1 (SandAI-org/MAGI-1): keys and values in one buffer ``[T B, Hkv, 2 D]``, grouped heads.
 
-Rows below ``slice_point`` chunks are final. Chunks still being denoised are written by the model too, but
-only the first of them is ever read later, so only that one is kept.
+Rows below ``slice_point`` chunks are final. Chunks still being denoised are written by the model
+too, but only the first of them is ever read later, so only that one is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MODULE, CLASS = "dit.dit_module", "FullyParallelAttention"
 class Rows:
     """What stands in for the keys and the values that the model passes on to its attention.
 
-    history: tokens that are final. current: ``[N B, Hkv, D]``. written: rows of ``current`` to keep.
+    history: tokens that are final. current: ``[N B, Hkv, D]``. written: rows of ``current`` to
+    keep.
     """
 
     cache: KVCache
@@ -61,10 +62,10 @@ class Magi:
             strategy = getattr(attention.engine_config, "cp_strategy", "none")
             if strategy != "none":
                 raise ValueError(
-                    f"{self.name}: cp_strategy {strategy!r} splits the cache over GPUs, which is not "
-                    "served; set cp_strategy to 'none' and cp_size to 1"
+                    f"{self.name}: cp_strategy {strategy!r} splits the cache over GPUs, which is "
+                    "not served; set cp_strategy to 'none' and cp_size to 1"
                 )
-            bound = {
+            bound: dict[str, Callable] = {
                 "adjust_key_and_value_for_inference": steps.gather,
                 "core_attention": steps.attend,
             }

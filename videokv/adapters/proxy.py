@@ -4,9 +4,9 @@
     kv_cache[layer]["k"][:, c:d] = kv[...].clone() a View of it: rows are re-labelled
     attention(q, kv["k"][:, a:b], kv["v"][:, a:b]) the module's function, patched: reads the store
 
-``Buffer`` and ``View`` look like the tensors ``[B, rows, H, D]`` they stand for as far as such models
-go; anything else is refused, naming the operation. The model's ``forward`` is wrapped to put buffers
-in the place of tensors and to tell the store when a pass begins and ends.
+``Buffer`` and ``View`` look like the tensors ``[B, rows, H, D]`` they stand for as far as such
+models go; anything else is refused, naming the operation. The model's ``forward`` is wrapped to
+put buffers in the place of tensors and to tell the store when a pass begins and ends.
 """
 
 from __future__ import annotations
@@ -233,9 +233,9 @@ class ProxyAdapter:
     attention, rope: names in the model's module; rope is given where keys are read before rotary
     embedding. snapshot: the history is re-encoded for every chunk. query_from: a function of the
     module called with the queries ``[B, H, M, D]`` of a pass that does not read the cache.
-    pre_rope: a test of the model, whether keys are cached before rotary embedding. sink_chunks: from
-    the model and the frames of a chunk, how many first chunks it never evicts. check: refuses models
-    whose options are not served.
+    pre_rope: a test of the model, whether keys are cached before rotary embedding. sink_chunks:
+    from the model and the frames of a chunk, how many first chunks it never evicts. check:
+    refuses models whose options are not served.
     """
 
     name: str
@@ -277,13 +277,16 @@ class ProxyAdapter:
 
 def inner_models(model: Any) -> list[Any]:
     """A model, or where pipelines and wrappers of these repositories keep theirs."""
-    found, queue = [], [model]
+    found: list[Any] = []
+    queue = [model]
     while queue and len(found) < 16:
         item = queue.pop(0)
+        if any(item is known for known in found):
+            continue
         found.append(item)
         for name in ("generator", "model", "transformer", "dit", "pipe", "pipeline"):
             inner = getattr(item, name, None)
-            if inner is not None and not callable(inner) or isinstance(inner, torch.nn.Module):
+            if inner is not None and not inspect.isroutine(inner) and not isinstance(inner, str):
                 queue.append(inner)
     return found
 
@@ -333,8 +336,9 @@ class Installation:
     def undo(self) -> None:
         """Everything as it was; buffers still held by the model become tensors again."""
         self.patches.undo()
-        for held in [ref() for ref in self.dicts]:
-            for key in KEYS if held is not None else ():
+        alive = [held for ref in self.dicts if (held := ref()) is not None]
+        for held in alive:
+            for key in KEYS:
                 if isinstance(held.get(key), Buffer):
                     held[key] = held[key].materialise()
 

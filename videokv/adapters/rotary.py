@@ -1,8 +1,8 @@
 """Keys that a model caches before rotary embedding: decoded, then rotated, noise and all.
 
-Rotary embedding turns pairs of channels. A turn inside one group of channels leaves the group's norm of
-the query as it is, so noise weights stay right; for noise that lives in another basis (rotated or
-projected keys, groups of one channel) they would not, and such recipes are refused.
+Rotary embedding turns pairs of channels. A turn inside one group of channels leaves the group's
+norm of the query as it is, so noise weights stay right; for noise that lives in another basis
+(rotated or projected keys, groups of one channel) they would not, and such recipes are refused.
 """
 
 from __future__ import annotations

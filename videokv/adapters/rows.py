@@ -1,7 +1,7 @@
 """Which token lives in which row of a model's cache buffer.
 
-A buffer's rows are described by pieces in row order. Moving rows re-labels pieces; no key or value is
-touched, so rolling a window packs nothing again.
+A buffer's rows are described by pieces in row order. Moving rows re-labels pieces; no key or
+value is touched, so rolling a window packs nothing again.
 """
 
 from __future__ import annotations

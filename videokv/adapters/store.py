@@ -242,8 +242,7 @@ def attend_pieces(
     """
     if length(keys) != length(values):
         raise ValueError(
-            f"layer {layer}: attention over {length(keys)} key rows and {length(values)} value rows "
-            "that are not the same ones"
+            f"layer {layer}: attention over {length(keys)} key rows but {length(values)} value rows"
         )
     if any(piece.empty for piece in (*keys, *values)):
         raise ValueError(

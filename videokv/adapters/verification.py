@@ -46,8 +46,8 @@ def verify(caches: Iterable[KVCache], *, limit: float | None = None) -> tuple[La
         worst = sorted(bad, key=lambda e: -e.relative_error)[:5]
         named = ", ".join(f"layer {e.layer} ({e.relative_error:.3g})" for e in worst)
         raise ValueError(
-            f"attention over packed keys and values is further than {limit} from dense attention in "
-            f"{len(bad)} of {len(errors)} layers: {named}; use more bits or another recipe"
+            f"attention over packed keys and values is further than {limit} from dense attention "
+            f"in {len(bad)} of {len(errors)} layers: {named}; use more bits or another recipe"
         )
     return errors
 
@@ -58,11 +58,12 @@ def _error(cache: KVCache, layer: int, state: LayerState) -> float:
         cache.recipe,  # type: ignore[type-var]
         policy=CachePolicy(),
     )
-    packed = KVCache(plain, scale=cache.options()["scale"])  # type: ignore[arg-type]
+    given = cache.options()["scale"]
+    scale = float(given) if isinstance(given, float) else queries.shape[-1] ** -0.5
+    packed = KVCache(plain, scale=scale)
     packed.restore({layer: LayerState(moment=state.moment)}, length=0)
     packed.write(layer, 0, keys, values, queries)
     packed.commit(keys.shape[2])
-    scale = cache.options()["scale"] or queries.shape[-1] ** -0.5
     with torch.autocast(queries.device.type, enabled=False):
         outputs = [
             cache.recipe.attend(queries, segments, scale=scale, causal=False, need_lse=False)[0]

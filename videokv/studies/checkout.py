@@ -1,7 +1,8 @@
 """Runs the entry script of a repository that the user has, with its model inside ``compress``.
 
-The script is the repository's own, run as it is; the model is taken hold of at its first pass with a
-cache. What the script allocates before that (text encoder, a first dense cache) is its own.
+The script is the repository's own, run as it is; the model is taken hold of at its first pass
+with a cache. What the script allocates before that (text encoder, a first dense cache) is its
+own.
 """
 
 from __future__ import annotations

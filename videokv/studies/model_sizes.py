@@ -90,15 +90,12 @@ def size_table(model: VideoModel, recipes: tuple[str, ...] = RECIPES) -> str:
     lines = [
         f"| {model.name}, {model.held_frames} latent frames | 480 x 832 | 720 x 1280 | smaller |",
         "|---|---|---|---|",
-        _row("bf16", *(model.dense_bytes(t) for t in _tokens(model)), 1.0),
+        _row("bf16", model, [16.0, 16.0]),
     ]
     for recipe in recipes:
-        sizes = []
-        for tokens in _tokens(model):
-            chunk = model.chunk_frames * tokens
-            bits = counted_bits(recipe, tokens=chunk, head_dim=model.head_dim)
-            sizes.append(model.held_bytes(tokens, bits))
-        lines.append(_row(recipe, *sizes, model.dense_bytes(model.tokens_480p) / sizes[0]))
+        chunks = [model.chunk_frames * tokens for tokens in _tokens(model)]
+        bits = [counted_bits(recipe, tokens=n, head_dim=model.head_dim) for n in chunks]
+        lines.append(_row(recipe, model, bits))
     return "\n".join(lines)
 
 
@@ -125,8 +122,11 @@ def _tokens(model: VideoModel) -> tuple[int, int]:
     return model.tokens_480p, model.tokens_720p
 
 
-def _row(name: str, small: float, large: float, ratio: float) -> str:
-    return f"| {name} | {small / 2**30:.2f} GiB | {large / 2**30:.2f} GiB | {ratio:.2f}x |"
+def _row(name: str, model: VideoModel, bits: list[float]) -> str:
+    sizes = [model.held_bytes(t, b) for t, b in zip(_tokens(model), bits, strict=True)]
+    ratio = model.dense_bytes(model.tokens_480p) / sizes[0]
+    small, large = (f"{size / 2**30:.2f} GiB" for size in sizes)
+    return f"| {name} | {small} | {large} | {ratio:.2f}x |"
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def run(
     """Generate with a real model whose KV cache is kept as a recipe says.
 
     Runs the repository's own script from your checkout, with the weights you have; it needs an
-    NVIDIA GPU and what the repository needs. At the end: the bytes that the last video's cache held.
+    NVIDIA GPU and what the repository needs. At the end: the bytes that the last video's cache
+    held.
     """
     options = RunOptions(
         checkpoint=checkpoint,
