@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 import videokv
 from videokv.studies.prefill_cli import prefill
+from videokv.studies.run_cli import run
 from videokv.worldmodel.cli import app as worldmodel_app
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(worldmodel_app, name="worldmodel")
 app.command()(prefill)
+app.command()(run)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from videokv.adapters.verification import LayerError
+from videokv.adapters.verification import verify as verify_newest
 from videokv.adapters.verify import LayerCheck, RecordingCache
 from videokv.cache import KVCache, Mass, Memory
 from videokv.cache.mass import combined as combined_mass
@@ -38,9 +40,10 @@ class ModelAdapter(Protocol):
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Patch ``model`` and return what undoes it.
 
-        ``new_cache(branch=..., layers=..., scale=..., window_chunks=..., chunk_tokens=...)`` makes
-        a cache of the recipe; ``branch`` names the guidance branch it serves ("" where there is
-        one), ``chunk_tokens`` replaces what the policy says.
+        ``new_cache(branch=..., layers=..., scale=..., window_chunks=..., chunk_tokens=...,
+        sink_chunks=...)`` makes a cache of the recipe; ``branch`` names the guidance branch it
+        serves ("" where there is one), ``chunk_tokens`` replaces what the policy says,
+        ``sink_chunks`` are first chunks that the model never lets go, which stay dense.
         """
         ...
 
@@ -54,10 +57,17 @@ class Compressed:
 
     recipe: Recipe
     _latest: dict[str, KVCache] = field(default_factory=dict, repr=False)
+    _encoded_before: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def caches(self) -> tuple[KVCache, ...]:
         return tuple(self._latest.values())
+
+    @property
+    def encode_calls(self) -> int:
+        """Tensors packed since the context was entered, in earlier rollouts and rebuilds too."""
+        now = sum(cache.encode_calls for cache in self.caches)
+        return now + sum(self._encoded_before.values())
 
     def memory(self) -> Memory:
         """Bytes of the last rollout's caches together."""
@@ -67,25 +77,30 @@ class Compressed:
         """Attention mass on cached keys in the last rollout (needs ``record_mass=True``)."""
         return combined_mass(cache.mass() for cache in self._some())
 
-    def verify(self, tolerance: float | None = None) -> tuple[LayerCheck, ...]:
-        """One step of every layer on the packed history against the dense one.
+    def verify(
+        self, tolerance: float | None = None, *, limit: float | None = None
+    ) -> tuple[LayerCheck, ...] | tuple[LayerError, ...]:
+        """Compare attention on packed rows with dense attention, layer by layer.
 
-        Needs ``record_dense=True``; see ``videokv.adapters.verify``. tolerance: largest relative
-        error of the output; None: three times the layers' median, at least 1 %. ``ok`` of each
-        check says whether its layer is within.
+        In a context with ``record_dense=True``: the last step of every layer on the whole history
+        (``adapters/verify.py``); ``tolerance`` is the largest relative error of the output, None
+        three times the layers' median, at least 1 %, and ``ok`` of each check says whether its
+        layer is within. Without: the newest dense rows of every layer are packed once more and
+        attended both ways (``adapters/verification.py``); ``limit`` raises where a layer is above.
 
         Raises:
-            ValueError: nothing was recorded.
+            ValueError: nothing was recorded, no dense rows are left, a layer is above ``limit``, or
+                the argument is the other form's.
         """
         caches = self._some()
-        if not all(isinstance(cache, RecordingCache) for cache in caches):
-            raise ValueError("verify() needs videokv.compress(..., record_dense=True)")
-        return tuple(
-            check
-            for cache in caches
-            if isinstance(cache, RecordingCache)
-            for check in cache.check(tolerance)
-        )
+        recorded = [cache for cache in caches if isinstance(cache, RecordingCache)]
+        if len(recorded) < len(caches):
+            if tolerance is not None:
+                raise ValueError("verify(tolerance) needs videokv.compress(..., record_dense=True)")
+            return verify_newest(caches, limit=limit)
+        if limit is not None:
+            raise ValueError("with record_dense=True give verify(tolerance), not limit")
+        return tuple(check for cache in recorded for check in cache.check(tolerance))
 
     def _some(self) -> tuple[KVCache, ...]:
         if not self._latest:
@@ -145,17 +160,22 @@ def _make(
     record_dense: bool,
     branch: str = "",
     chunk_tokens: int | None = None,
+    sink_chunks: int = 0,
     **arguments: Any,
 ) -> KVCache:
     chosen = state.recipe
     if chunk_tokens is not None:
         chosen = recipe(chosen, chunk_tokens=chunk_tokens)
+    if sink_chunks > chosen.policy.sink_chunks:
+        chosen = recipe(chosen, sink_chunks=sink_chunks)
     cache = chosen.new_cache(**arguments)
     if record_dense:
         kept = ("workspace_bytes", "record_mass")
         options = {**cache.options(), **{name: arguments[name] for name in kept}}
         # the model's window may be in the policy of the cache
         cache = RecordingCache(dataclasses.replace(chosen, policy=cache.recipe.policy), **options)
+    if (old := state._latest.get(branch)) is not None:
+        state._encoded_before[branch] = state._encoded_before.get(branch, 0) + old.encode_calls
     state._latest[branch] = cache
     return cache
 

@@ -108,6 +108,11 @@ class KVCache:
         return next((layer.visible_tokens for layer in self._layers.values()), 0)
 
     @property
+    def record_mass(self) -> bool:
+        """Whether the attention mass on cached keys is recorded."""
+        return self._record_mass
+
+    @property
     def encode_calls(self) -> int:
         """Tensors packed so far, over all layers."""
         return sum(layer.encode_calls for layer in self._layers.values())
@@ -201,6 +206,20 @@ class KVCache:
                 assert lse is not None
                 self._record(held, query, current, lse, scale=scale, causal=causal)
         return output
+
+    def held_tokens(self, layer: int) -> int:
+        """Committed tokens that one layer holds."""
+        self._check_index(layer)
+        held = self._layers.get(layer)
+        return 0 if held is None else held.visible_tokens
+
+    def keep(self, layer: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Drop chunks of a layer that hold no token of ``ranges`` ((start, end) positions).
+
+        For models that move their own window: whole chunks go, nothing is packed again.
+        """
+        self._layer(layer).keep(ranges)
+        self._workspace.keep_only(layer, {c.ordinal for c in self._layers[layer].state.chunks})
 
     def view(
         self, layer: int, ranges: Sequence[tuple[int, int]] | None = None, *, tail: bool = False

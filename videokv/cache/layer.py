@@ -259,6 +259,15 @@ class LayerCache:
             tail=None,
         )
 
+    def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Forget chunks that hold no token of these (start, end) ranges."""
+        kept = tuple(
+            chunk
+            for chunk in self.state.chunks
+            if any(first < chunk.end and chunk.start < last for first, last in ranges)
+        )
+        self.state = replace(self.state, chunks=kept)
+
     def select_batch(self, index: Tensor) -> None:
         """Keep the batch rows ``index`` (in that order, repeats allowed), codes unchanged."""
         if self.state.layout is not None:

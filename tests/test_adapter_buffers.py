@@ -1,0 +1,125 @@
+"""The kin of Self-Forcing: one contract of buffers, each model with its own habits, on fakes."""
+
+import pytest
+import torch
+from fakes import causvid, krea, lingbot, longlive, matrix_game, rolling_forcing, self_forcing
+from fakes.common import seeded
+
+import videokv
+from videokv import adapters
+
+FAKES = {
+    "CausVid": (causvid, causvid.CausalWanModel),
+    "Krea realtime": (krea, krea.CausalWanModel),
+    "LingBot-World": (lingbot, lingbot.WanModelFast),
+    "LongLive": (longlive, longlive.CausalWanModel),
+    "LongLive relative": (longlive, longlive.RelativeModel),
+    "Matrix-Game-2": (matrix_game, matrix_game.CausalWanModel),
+    "Rolling-Forcing": (rolling_forcing, rolling_forcing.CausalWanModel),
+}
+# Tensors packed in six chunks of two layers: all but the newest and what is sink.
+ENCODED = {"CausVid": 20, "Matrix-Game-2": 20, "Krea realtime": 20}
+
+
+def setting(name, dtype=torch.float32, size=16):
+    fake, cls = FAKES[name]
+    model = seeded(cls(sink_size=fake.SINK, size=size)).to(dtype)
+    rollout = getattr(fake, "rollout", self_forcing.rollout)
+
+    def run(chunks=6, **how):
+        noise = self_forcing.noise(chunks=chunks).to(dtype)
+        return rollout(model, model.new_cache(fake.ROWS, dtype=dtype), noise, **how)
+
+    return model, run
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_each_model_has_one_adapter(name):
+    model, _ = setting(name)
+    found = [known for known, adapter in adapters.adapters().items() if adapter.matches(model)]
+    assert found == [name.removesuffix(" relative")]
+
+
+@pytest.mark.parametrize("name", FAKES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16_is_bit_equal_and_the_model_is_restored(name, dtype):
+    model, run = setting(name, dtype)
+    expected = run()
+    with videokv.compress(model, "bf16"):
+        assert torch.equal(run(), expected)
+        assert torch.equal(run(), expected)  # a second video, new buffers
+    assert torch.equal(run(), expected) and expected.float().std() > 0.1
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_error_falls_with_bits_and_chunks_are_encoded_once(name):
+    model, run = setting(name)
+    expected, errors = run(), []
+    for bits in (2, 4, 8):
+        with videokv.compress(model, f"rtn-{bits}bit", group_size=16) as kv:
+            errors.append(float((run() - expected).norm() / expected.norm()))
+        assert kv.encode_calls == ENCODED.get(name, 16)
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.01
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_noise_is_on_packed_rows_only(name):
+    model, run = setting(name)
+    seen, original = [], videokv.recipes.attend
+
+    def spy(query, segments, **options):
+        seen.append([bool(segment.noise) for segment in segments])
+        return original(query, segments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("videokv.recipes.attend", spy)
+        with videokv.compress(model, "rtn-2bit+taylor", group_size=16):
+            run()
+    sink = name not in ("CausVid", "Krea realtime", "Matrix-Game-2")
+    assert any(any(noisy) for noisy in seen)
+    assert not any(noisy[-1] for noisy in seen)
+    assert not sink or not any(noisy[0] for noisy in seen)
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_memory_is_flat_once_the_window_is_full(name):
+    if name == "CausVid":
+        pytest.skip("CausVid has no window")
+    model, run = setting(name)
+    held = {}
+    for chunks in (20, 40):
+        with videokv.compress(model, "rtn-2bit", group_size=16) as kv:
+            run(chunks)
+            held[chunks] = kv.memory().held_bytes
+    assert held[20] == held[40]
+
+
+@pytest.mark.parametrize("name", [n for n in FAKES if n != "LongLive relative"])
+@pytest.mark.parametrize("recipe", ["quarot-2bit+taylor", "rtn-2bit+calibrated"])
+def test_corrected_recipes_run(name, recipe):
+    model, run = setting(name, size=32)
+    with videokv.compress(model, recipe):
+        assert bool(torch.isfinite(run()).all())
+
+
+def test_keys_kept_before_rotary_embedding():
+    """Group norms of the query survive a turn of pairs; other bases are refused."""
+    model, run = setting("LongLive relative", size=32)
+    with videokv.compress(model, "rtn-2bit+taylor"):
+        assert bool(torch.isfinite(run()).all())
+    for recipe, message in [
+        ("quarot-2bit+taylor", "before rotary embedding.*rotated or projected"),
+        ("rtn-2bit+exact", "only sums of squares"),
+        ("rtn-2bit+calibrated", "gave none"),
+    ]:
+        with videokv.compress(model, recipe), pytest.raises(ValueError, match=message):
+            run()
+
+
+def test_a_correction_before_rotary_embedding_is_that_after_it():
+    """Noise put on turned keys corrects a turned query as plain noise corrects a plain query."""
+    generator = torch.Generator().manual_seed(0)
+    query, _ = (torch.randn(1, 3, 5, 32, generator=generator, dtype=torch.float64) for _ in "ab")
+    turned = self_forcing.rope(query.transpose(1, 2), 7).transpose(1, 2)
+    features = videokv.noise.QueryMap(16).features
+    assert torch.allclose(features(query, scale=0.2), features(turned, scale=0.2), rtol=1e-5)
