@@ -1,106 +1,100 @@
-"""Other ways to fit the factors of ``calibrated``, tried against fixed multipliers."""
+"""Other fits of ``calibrated``'s factors, kept as the record of what was tried.
+
+docs/decisions.md ("The calibrated fit") has their figures. ``calibrated`` won as the simplest that
+comes near the best fixed multiplier everywhere.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from videokv.corrections.calibrated import FACTOR_RANGE, far_pairs
 from videokv.noise import ScoreNoise
 from videokv.protocols import Packed
 
-
-def _features(packed: Packed, queries: Tensor, scale: float) -> Tensor:
-    """b of every column: [B, Hkv, R, T, F]."""
-    batch, heads, tokens, _ = packed.shape
-    repeats = queries.shape[1] // heads
-    parts = []
-    for term in packed.noise():
-        phi = term.query_map.features(queries, scale=scale)  # [B, Hq, M, F]
-        width = phi.shape[-1]
-        phi = phi.reshape(batch, heads, -1, width)
-        weights = term.weights.float().expand(batch, heads, tokens, width)
-        parts.append(phi[:, :, :, None, :] * weights[:, :, None, :, :])
-    del repeats
-    return torch.cat(parts, -1)
+STEPS = 8
 
 
 class DivergenceFit:
-    """Factors that minimise KL(p || p_hat) over the packed chunk beside dense keys.
+    """Factors that minimise KL(p || p^) of attention over the packed chunk beside its dense self.
 
-    where: "double": the dense keys are the chunk itself; "split": the first two thirds are packed,
-    the last third is dense and asks; "chunk": no dense keys.
-    groups: one factor a column instead of one.
+    far: packed keys are those a third of the chunk away, as in ``calibrated``; else all.
+    groups: one factor a column, pulled together by ``ridge``, instead of one.
     """
 
-    def __init__(self, name: str, where: str, groups: bool, ridge: float = 0.0) -> None:
-        self.name, self.where, self.groups, self.ridge = name, where, groups, ridge
+    def __init__(self, name: str, *, far: bool, groups: bool, ridge: float = 0.05) -> None:
+        self.name, self.far, self.groups, self.ridge = name, far, groups, ridge
 
-    def fit(self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float):
+    def fit(
+        self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float
+    ) -> Tensor | None:
+        """Factors ``[B, Hkv, F]`` (F = 1 without groups), by damped Newton steps from 0."""
         if not packed.noise() or queries is None:
             return None
-        rows = queries.float()
-        batch, heads, tokens, _ = packed.shape
+        rows, heads = queries.float(), keys.shape[1]
+        repeats = rows.shape[1] // heads
         b = _features(packed, rows, scale)
         if not self.groups:
             b = b.sum(-1, keepdim=True)
 
         def score(k: Tensor) -> Tensor:
-            k = k.float().repeat_interleave(rows.shape[1] // heads, 1)
-            return (rows @ k.transpose(-1, -2) * scale).reshape(batch, heads, -1, k.shape[2])
+            products = rows @ k.float().repeat_interleave(repeats, 1).mT * scale
+            return products.unflatten(1, (heads, repeats)).flatten(2, 3)
 
-        true, noisy = score(keys), score(packed.decode(torch.float32))
-        if self.where == "split":
-            cut = 2 * tokens // 3
-            count = rows.shape[2]
-            ask = torch.arange(count, device=rows.device) >= 2 * count // 3
-            ask = ask.repeat(rows.shape[1] // heads)
-            true, noisy, b = true[:, :, ask], noisy[:, :, ask], b[:, :, ask]
-            current, true, noisy, b = (
-                true[..., cut:],
-                true[..., :cut],
-                noisy[..., :cut],
-                b[..., :cut, :],
-            )
-        elif self.where == "double":
-            current = true
-        else:
-            current = true[..., :0]
-        p = torch.cat([true, current], -1).softmax(-1)[..., : true.shape[-1]]
-        target = (p.unsqueeze(-1) * b).sum(3).mean(2)  # [B, Hkv, F]
-        factor = torch.ones_like(target)
-        eye = torch.eye(target.shape[-1], device=target.device)
-        for _ in range(8):
-            lowered = noisy - (b * factor[:, :, None, None, :]).sum(-1)
-            ph = torch.cat([lowered, current], -1).softmax(-1)[..., : lowered.shape[-1]]
-            mean = (ph.unsqueeze(-1) * b).sum(3)  # [B, Hkv, R, F]
-            second = torch.einsum("bhrt,bhrtf,bhrtg->bhfg", ph, b, b) / ph.shape[2]
-            cov = second - torch.einsum("bhrf,bhrg->bhfg", mean, mean) / ph.shape[2]
-            gap = mean.mean(2) - target
-            trace = cov.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-            pull = self.ridge * trace
-            gap = gap - (pull * (factor - factor.mean(-1, keepdim=True))[..., None]).squeeze(-1)
-            step = torch.linalg.solve(cov + eye * (trace * (1e-3 + self.ridge) + 1e-9), gap)
-            factor = (factor + step.clamp(-1, 1)).clamp(-1, 3)
+        current, noisy = score(keys), score(packed.decode(torch.float32))
+        true = current
+        if self.far:
+            near = ~far_pairs(rows.shape[2], keys.shape[2]).repeat(repeats, 1).to(keys.device)
+            true, noisy = true.masked_fill(near, -1e30), noisy.masked_fill(near, -1e30)
+        target = _mean_bias(true, current, b)[0].mean(2)  # [B, Hkv, F]
+        factor = torch.zeros_like(target)
+        for _ in range(STEPS):
+            mean, second = _mean_bias(noisy - (b * factor[:, :, None, None]).sum(-1), current, b)
+            covariance = second - mean.mT @ mean / mean.shape[2]
+            size = covariance.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+            apart = factor - factor.mean(-1, keepdim=True)
+            gap = mean.mean(2) - target - self.ridge * size * apart
+            damping = (size * (1e-3 + self.ridge) + 1e-9)[..., None]
+            system = covariance + damping * torch.eye(target.shape[-1]).to(gap)
+            step = torch.linalg.solve(system, gap[..., None])[..., 0].clamp(-1, 1)
+            factor = (factor + step).clamp(*FACTOR_RANGE)
         return factor
 
     def noise(self, packed: Packed, factors: Tensor | None) -> tuple[ScoreNoise, ...]:
+        """The chunk's terms times their factors."""
         if factors is None:
             return ()
-        terms, out, start = packed.noise(), [], 0
-        for term in terms:
-            width = packed.shape[3] // term.query_map.group_size
-            part = factors
-            if factors.shape[-1] > 1:
-                part = factors[..., start : start + width]
-                start += width
-            out.append(term.scaled(part[:, :, None, :]))
-        return tuple(out)
+        terms = packed.noise()
+        widths = [packed.shape[3] // term.query_map.group_size for term in terms]
+        parts = factors.split(widths, -1) if self.groups else [factors] * len(terms)
+        return tuple(t.scaled(part[:, :, None]) for t, part in zip(terms, parts, strict=True))
+
+
+def _features(packed: Packed, queries: Tensor, scale: float) -> Tensor:
+    """b of every column: ``[B, Hkv, R, T, F]``."""
+    batch, heads, tokens, _ = packed.shape
+    parts = []
+    for term in packed.noise():
+        phi = term.query_map.features(queries, scale=scale)  # [B, Hq, M, F]
+        phi = phi.reshape(batch, heads, -1, phi.shape[-1])
+        weights = term.weights.float().expand(batch, heads, tokens, phi.shape[-1])
+        parts.append(phi[:, :, :, None, :] * weights[:, :, None, :, :])
+    return torch.cat(parts, -1)
+
+
+def _mean_bias(scores: Tensor, current: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of b under attention: means of each row ``[B, Hkv, R, F]``, mean product ``[.., F, F]``."""
+    p = torch.cat([scores, current], -1).softmax(-1)[..., : scores.shape[-1]]
+    mean = (p.unsqueeze(-1) * b).sum(3)
+    return mean, torch.einsum("bhrt,bhrtf,bhrtg->bhfg", p, b, b) / p.shape[2]
 
 
 FITS = {
-    "kl": DivergenceFit("kl", "double", False),
-    "klg": DivergenceFit("klg", "double", True, 0.05),
-    "kls": DivergenceFit("kls", "split", False),
-    "klsg": DivergenceFit("klsg", "split", True, 0.05),
-    "klc": DivergenceFit("klc", "chunk", False),
+    fit.name: fit
+    for fit in (
+        DivergenceFit("kl", far=False, groups=False),
+        DivergenceFit("klg", far=False, groups=True),
+        DivergenceFit("klfar", far=True, groups=False),
+    )
 }

@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clip-seed", type=int, default=0, help="of the clips played anew")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many (8 are shipped)")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--recipes", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -125,7 +126,10 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_weights(options.weights, device=device)
-    clips = get_clips(options.clips, seed=options.clip_seed)
+    clips = get_clips(options.skip + options.clips, seed=options.clip_seed)
+    clips = dataclasses.replace(
+        clips, frames=clips.frames[options.skip :], actions=clips.actions[options.skip :]
+    )
     began = time.perf_counter()
     settings = {"chunks": options.chunks, "seed": options.seed, "batch": options.batch}
     reference, mass, _, seconds = run(model, recipe("bf16"), clips, **settings)

@@ -7,6 +7,7 @@ from attention_fakes import Draw, FakePacked, Orthogonal, relative_error, round_
 from videokv.attention import attend
 from videokv.attention.eager import score_bias
 from videokv.corrections import corrections
+from videokv.corrections.calibrated import far_pairs
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import Segment
 
@@ -100,20 +101,59 @@ def test_cumulant_stays_at_second_order_out_of_range():
     assert bool((got[0, :3] < taylor[0, :3]).any()) and bool((got >= 0).all())
 
 
+def far_log_partition(keys, queries, terms=()):
+    """Log-sum-exp of each query over its far keys, the mean of each KV head."""
+    repeats = queries.shape[1] // keys.shape[1]
+    scores = queries @ keys.repeat_interleave(repeats, 1).mT * SCALE
+    scores = scores - sum(score_bias(queries, t, scale=SCALE) for t in terms)
+    far = far_pairs(queries.shape[2], keys.shape[2])
+    lse = scores.masked_fill(~far, -torch.inf).logsumexp(-1)
+    return lse.unflatten(1, (keys.shape[1], repeats)).mean((2, 3))
+
+
+def test_far_pairs():
+    far = far_pairs(128, 324)
+    assert far.shape == (128, 324) and bool(far.any(-1).all())
+    assert not bool(far[0, :109].any()) and bool(far[0, 109:].all())  # row 0 sits at token 1
+    assert far_pairs(1, 1).tolist() == [[True]]
+    assert far_pairs(2, 2).tolist() == [[False, True], [True, False]]
+    for tokens in (1, 2, 3, 5, 63):
+        assert bool(far_pairs(min(128, tokens), tokens).any(-1).all())
+
+
 @pytest.mark.parametrize("size", [1.0, 3.0])
 def test_calibrated_puts_the_partition_sum_back(size):
     packed, keys, queries = chunk(300, size=size)
     factors = corrections()["calibrated"].fit(packed, keys, queries, scale=SCALE)
     assert factors.shape == (2, 2) and factors.dtype == torch.float32
     terms = corrections()["calibrated"].noise(packed, factors)
-    by_head = lambda x: x.unflatten(1, (2, 3)).mean((2, 3))  # noqa: E731
-    want = by_head(true_log_partition(keys, queries))
-    got = by_head(log_partition(packed, queries, terms))
-    raw = by_head(log_partition(packed, queries, ()))
+    want = far_log_partition(keys, queries)
+    got = far_log_partition(packed.decode(torch.float32), queries, terms)
+    raw = far_log_partition(packed.decode(torch.float32), queries)
     inside = (factors > -1) & (factors < 2)
     assert bool(inside.all())
     assert float((got - want).abs().max()) < 1e-4
     assert float((raw - want).abs().min()) > 10 * float((got - want).abs().max())
+
+
+def test_calibrated_is_not_misled_by_peaks():
+    """Errors that only shrink what a query has nearby call for no correction from afar."""
+    draw = Draw(7)
+    keys = draw.normal(1, 1, 120, 64)
+    queries = keys * 2  # each query's own key is its peak
+    error = draw.normal(1, 1, 120, 64) * 0.3
+    noisy = (
+        keys
+        + error
+        - (error * keys).sum(-1, keepdim=True) * keys / keys.square().sum(-1, keepdim=True)
+    )  # right about the direction of the key, which is shrunk next
+    term = ScoreNoise(torch.full((1, 1, 120, 1), 12 * 0.09), QueryMap(64))
+    correction = corrections()["calibrated"]
+    plain, shrunk = (
+        float(correction.fit(FakePacked(k, (term,)), keys, queries, scale=SCALE))
+        for k in (noisy, noisy * 0.99)
+    )
+    assert 0.5 < plain < 1.5 and abs(shrunk - plain) < 0.3
 
 
 def test_calibrated_finds_a_known_factor():
@@ -122,12 +162,12 @@ def test_calibrated_finds_a_known_factor():
     keys, queries = draw.normal(1, 1, 50, 64), draw.normal(1, 2, 30, 64)
     queries = queries / queries.norm(dim=-1, keepdim=True) * 8  # b is one number for all
     term = ScoreNoise(torch.full((1, 1, 50, 1), 2.0), QueryMap(64))
-    target = true_log_partition(keys, queries).mean()
+    target = far_log_partition(keys, queries).mean()
     b = score_bias(queries, term, scale=SCALE).mean()
     factors = corrections()["calibrated"].fit(
         FakePacked(keys * 1.3, (term,)), keys, queries, scale=SCALE
     )
-    noisy = true_log_partition(keys * 1.3, queries).mean()
+    noisy = far_log_partition(keys * 1.3, queries).mean()
     assert float(factors) == pytest.approx(float(((noisy - target) / b).clamp(-1, 2)), rel=1e-3)
 
 

@@ -6,6 +6,7 @@ A family of one width (``bits == ()``) is built without arguments.
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Iterator
 
@@ -44,6 +45,12 @@ def build(name: str, bits: int | None, role: str) -> Quantizer:
     family = families()[name]
     keys, values = family.build() if bits is None else family.build(bits)
     return keys if role == "key" else values
+
+
+def width(name: str, bits: int | None) -> int:
+    """Bits of a code; a format of one width says them in its name, or has 4."""
+    said = re.search(r"-(\d+)bit", name)
+    return bits or (int(said[1]) if said else 4)
 
 
 def context(role: str, **more) -> EncodeContext:
@@ -143,7 +150,7 @@ def test_held_bytes(name, bits, role):
     chunk = build(name, bits, role).encode(x, context(role))
     held, dense = held_bytes(chunk), x.numel() * 2
     assert 0 < held < dense
-    assert held * 8 >= (bits or 4) * x.numel(), "fewer bytes than codes"
+    assert held * 8 >= width(name, bits) * x.numel(), "fewer bytes than codes"
     if bits is not None:
         assert held * 8 < (bits + 2) * x.numel()
     kept = {tensor.untyped_storage().data_ptr() for tensor in walk_tensors(chunk)}
@@ -164,7 +171,7 @@ def test_quality_floors(name, bits, role):
     quantizer = build(name, bits, role)
     channels = torch.ones(128)
     channels[::17] = 6.0
-    gauss, heavy = FLOORS_DB[bits or 4]
+    gauss, heavy = FLOORS_DB[width(name, bits)]
     data = {
         "gauss": (randn(1, 2, 512, 128), gauss),
         "laplace": (laplace(1, 2, 512, 128), heavy),

@@ -1,11 +1,14 @@
 """One factor per KV head and chunk that puts the chunk's log partition sum back (ours).
 
-    mean over queries of lse_i(s_hat_i - lambda b_i) = mean of lse_i(s_i)
+    mean over queries of lse_far(s_hat - lambda b) = mean of lse_far(s)
 
-When a chunk is committed its true keys are still there, and so are its own queries. Six Newton
-steps from 0 on lambda, within [-1, 2]; the function is convex and falling. No noise model needs to
-be right, so it also serves errors that correlate with the key (ternary, centroids, FP4), and sits
-on the projected features of PSAC. Columns and read cost are Taylor's.
+When a chunk is committed its true keys are still there, and so are its own queries. They stand for
+the queries to come, which will see the chunk from afar: each is asked only about keys at least a
+third of the chunk away from it (another frame of a video chunk). Its neighbours would rule the sum,
+and quantizers that shrink peaks (ternary, centroids) would seem to lose mass that later queries
+find untouched. Six Newton steps from 0 on lambda, within [-1, 2]; the function is convex and
+falling. No noise model needs to be right, so it also serves errors that correlate with the key, and
+sits on the projected features of PSAC. Columns and read cost are Taylor's.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from videokv.protocols import Packed
 NEWTON_STEPS = 6
 FACTOR_RANGE = (-1.0, 2.0)
 SMALLEST_SLOPE = 1e-7
+NEAR = 1 / 3  # of the chunk's length
 
 
 class Calibrated:
@@ -33,8 +37,9 @@ class Calibrated:
     ) -> Tensor | None:
         """lambda ``[B, Hkv]`` float32, or None where the chunk has no noise.
 
-        keys: true ``[B, Hkv, T, D]``. queries: sampled rows ``[B, Hq, M, D]``, same coordinates.
-        scale: softmax scale. Raises ValueError where ``queries`` is None or empty.
+        keys: true ``[B, Hkv, T, D]``. queries: evenly spaced rows ``[B, Hq, M, D]`` of the chunk,
+        same coordinates. scale: softmax scale. Raises ValueError where ``queries`` is None or
+        empty.
         """
         terms = packed.noise()
         if not terms:
@@ -48,6 +53,9 @@ class Calibrated:
         true = _by_head(_scores(rows, keys.to(torch.float32), scale), keys.shape[1])
         noisy = _by_head(_scores(rows, packed.decode(torch.float32), scale), keys.shape[1])
         bias = _by_head(_bias(terms, rows, packed.shape, scale), keys.shape[1])
+        near = ~far_pairs(rows.shape[2], keys.shape[2], device=keys.device)
+        near = near.repeat(rows.shape[1] // keys.shape[1], 1)  # rows of every query head
+        true, noisy = (scores.masked_fill_(near, -torch.inf) for scores in (true, noisy))
         return _newton(noisy, bias, torch.logsumexp(true, -1).mean(-1))
 
     def noise(self, packed: Packed, factors: Tensor | None) -> tuple[ScoreNoise, ...]:
@@ -60,6 +68,17 @@ class Calibrated:
                 "correction 'calibrated' needs the factors of its fit; commit the chunk with it"
             )
         return tuple(term.scaled(factors[:, :, None, None]) for term in terms)
+
+
+def far_pairs(rows: int, tokens: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """Which of ``tokens`` keys each of ``rows`` evenly spaced queries is asked about, bool [M, T].
+
+    A query without any far key (a chunk of one token) is asked about all.
+    """
+    places = (2 * torch.arange(rows, device=device) + 1) * tokens // (2 * rows)
+    distance = (places[:, None] - torch.arange(tokens, device=device)).abs()
+    far = distance >= NEAR * tokens
+    return far | ~far.any(-1, keepdim=True)
 
 
 def _newton(noisy: Tensor, bias: Tensor, target: Tensor) -> Tensor:
