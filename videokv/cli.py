@@ -169,31 +169,45 @@ def list_recipes(
 def metrics(
     a: Annotated[Path, typer.Argument(help="Video file, folder of frames, .npz or .npy.")],
     b: Annotated[Path, typer.Argument(help="The reference, with the same frames and size.")],
+    under: Annotated[
+        str,
+        typer.Option(
+            "--protocol",
+            help="all: every frame. first-chunk: the first --chunk-frames. qvg: Quant VideoGen's "
+            "conventions (without frame 0, uniform SSIM window, LPIPS on [0, 1]).",
+        ),
+    ] = "all",
+    chunk_frames: Annotated[int, typer.Option(help="Frames of the first chunk.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """PSNR, SSIM and sharpness of video A against reference B.
+    """PSNR, SSIM, LPIPS, FLIP, flicker and sharpness of video A against reference B.
 
     psnr_db is the mean over frames of the dB of each, psnr_pooled_db that of the error over all
-    frames; both are capped at 100 dB, and identical frames are counted.
+    frames; both are capped at 100 dB, and identical frames are counted. A metric whose weights or
+    package are not here is listed with the reason.
     """
-    from videokv.metrics import psnr, read_frames, sharpness, ssim
+    from videokv.metrics import measure, protocol, read_frames
 
-    first, second = read_frames(a), read_frames(b)
-    distance = psnr(first, second)
-    figures = {
-        "psnr_db": distance.psnr_db,
-        "psnr_pooled_db": distance.psnr_pooled_db,
-        "ssim": ssim(first, second),
-        "sharpness": sharpness(first),
-        "sharpness_reference": sharpness(second),
-        "frames": len(distance.per_frame_db),
-        "identical_frames": distance.identical_frames,
-    }
+    chosen = protocol(under, chunk_frames=chunk_frames)
+    found = measure(read_frames(a), read_frames(b), under=chosen)
     if as_json:
-        _print_json(figures)
+        _print_json(
+            {
+                "protocol": found.protocol,
+                "protocol_says": chosen.says,
+                **found.figures,
+                "frames": found.frames,
+                "identical_frames": found.identical_frames,
+                "not_available": dict(found.missing),
+            }
+        )
         return
-    for name, value in figures.items():
-        print(f"{name:<20} {value if isinstance(value, int) else f'{value:.4f}'}")
+    print(f"{'protocol':<20} {found.protocol}: {chosen.says}")
+    for name, value in found.figures.items():
+        print(f"{name:<20} {value:.4f}")
+    print(f"{'frames':<20} {found.frames}\n{'identical_frames':<20} {found.identical_frames}")
+    for name, why in found.missing.items():
+        print(f"{name:<20} not available: {why}")
 
 
 @app.command()
