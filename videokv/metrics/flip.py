@@ -23,7 +23,7 @@ def flip(frames: Frames, reference: Frames) -> float:
         raise NotAvailable("FLIP needs flip-evaluator: pip install 'videokv[metrics]'")
     import flip_evaluator
 
-    x, y = (np.float32(c.permute(0, 2, 3, 1).cpu().numpy()) for c in unit_pair(frames, reference))
+    x, y = (c.permute(0, 2, 3, 1).float().cpu().numpy() for c in unit_pair(frames, reference))
     errors = [
         flip_evaluator.evaluate(
             np.ascontiguousarray(theirs),

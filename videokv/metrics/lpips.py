@@ -105,7 +105,7 @@ class Lpips(nn.Module):
         mean, std = (x.new_tensor(v).view(1, 3, 1, 1) for v in (MEAN, STD))
         x = (x - mean) / std
         found = []
-        for number, module in enumerate(self.features[: self.taps[-1] + 1]):
+        for number, module in enumerate(list(self.features)[: self.taps[-1] + 1]):
             x = module(x)
             if number in self.taps:
                 found.append(x)
