@@ -111,6 +111,13 @@ def test_an_exact_cache_shows_nothing() -> None:
         assert found[name] == pytest.approx(0, abs=1e-9), name
 
 
+def test_a_models_autocast_changes_nothing() -> None:
+    query, past, current = case(3, dtype=torch.float32)
+    plain = diagnose(query, past, current, scale=SCALE).means()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert diagnose(query, past, current, scale=SCALE).means() == plain
+
+
 def test_uniform_scores_have_known_figures() -> None:
     zeros = torch.zeros(1, 1, 10, 4)
     past = Past(zeros, zeros, (Segment(zeros, zeros),))

@@ -88,9 +88,11 @@ def diagnose(query: Tensor, past: Past, current: Segment, *, scale: float) -> Di
         ValueError: shapes disagree, the current chunk carries noise, or there are no queries.
     """
     _check(query, past, current)
-    parts = [
-        _diagnose_rows(rows, past, current, scale) for rows in query.split(ROWS_AT_ONCE, dim=2)
-    ]
+    # A model's autocast would run these products in bfloat16.
+    with torch.autocast(query.device.type, enabled=False):
+        parts = [
+            _diagnose_rows(rows, past, current, scale) for rows in query.split(ROWS_AT_ONCE, dim=2)
+        ]
     names = [field.name for field in dataclasses.fields(Diagnosis)]
     return Diagnosis(**{n: torch.cat([getattr(part, n) for part in parts], 2) for n in names})
 

@@ -90,11 +90,11 @@ def ablate_variants(parts: Iterable[str]) -> tuple[Variant, ...]:
 
 def pareto_rows(results: Results, *, metric: str = "psnr_db") -> list[Row]:
     """``on_pareto_front``: 1 where no other recipe has as few bits and a higher mean metric."""
-    points = {}
+    points: dict[str, tuple[float, float]] = {}
     for name in results.recipes:
-        bits, quality = results.find(name, "bits_per_element"), results.find(name, metric)
-        if name != REFERENCE and bits is not None and quality is not None:
-            points[name] = (bits.mean, quality.mean)
+        size, found = results.find(name, "bits_per_element"), results.find(name, metric)
+        if name != REFERENCE and size is not None and found is not None:
+            points[name] = (size.mean, found.mean)
     rows = []
     for name, (bits, quality) in points.items():
         beaten = any(
