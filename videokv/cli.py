@@ -14,6 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 import videokv
+from videokv.report import studies_cli
+from videokv.report.claims_cli import claims
 from videokv.studies.prefill_cli import prefill
 from videokv.worldmodel.cli import app as worldmodel_app
 
@@ -41,6 +43,9 @@ app = typer.Typer(
 )
 app.add_typer(worldmodel_app, name="worldmodel")
 app.command()(prefill)
+for study in studies_cli.COMMANDS:
+    app.command()(study)
+app.command()(claims)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 

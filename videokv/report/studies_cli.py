@@ -168,6 +168,7 @@ def longrun(
     as_json: AsJson = False,
 ) -> None:
     """As long as the clips last (10 chunks), with the PSNR of every chunk."""
+    from videokv.report.figures.curves import psnr_by_chunk, save_by_chunk
     from videokv.studies.grids import compare_variants
     from videokv.studies.rollout import MAX_CHUNKS
     from videokv.studies.rollouts import RolloutPlan, run_rollouts
@@ -178,6 +179,7 @@ def longrun(
     )  # fmt: skip
     with progress() as on_unit:
         results = run_rollouts(plan, on_unit=on_unit)
+    save_by_chunk(psnr_by_chunk(results), out / "figures", metric="psnr_db")
     show(results, out, as_json=as_json)
 
 
@@ -208,9 +210,6 @@ def diagnose(
         results = run_diagnose(plan, on_unit=on_unit)
     save_diagnostics(json.loads((out / "diagnostics.json").read_text()), out / "figures")
     show(results, out, as_json=as_json)
-
-
-COMMANDS = (compare, kvsplit, tradeoff, ablate, longrun, diagnose)
 
 
 def split(text: str) -> tuple[str, ...]:
@@ -279,3 +278,70 @@ def table(results: Results, *, hidden: Sequence[str] = HIDDEN) -> Table:
             cells.append(f"{line.mean:.4g}{error}")
         shown.add_row(name, *cells)
     return shown
+
+
+def memory(
+    recipes: Recipes = "bf16,quarot-2bit,qvg-2bit,quantwm-2bit",
+    models: Annotated[
+        str | None, typer.Option(help="Models with commas between; all that are known.")
+    ] = None,
+    budget_gib: Annotated[
+        float, typer.Option(help="GiB for the cache alone, without weights and activations.")
+    ] = 24.0,
+    frames: Annotated[int, typer.Option(help="Latent frames whose bytes are shown.")] = 24,
+    out: Out = Path("videokv-memory"),
+    as_json: AsJson = False,
+) -> None:
+    """Bytes and the longest rollout of real models within a budget, at 480p and 720p.
+
+    Counted: bits from chunks that are really packed, shapes from the models' sources. The peak
+    holds the packed past, the current chunk in BF16 and one layer's past decoded.
+    """
+    from videokv.report.figures import save_memory
+    from videokv.report.figures.from_folder import held_by_model
+    from videokv.studies.memory import MODEL_NAMES, run_memory
+
+    names = MODEL_NAMES if models is None else split(models)
+    results = run_memory(
+        out, recipes=split(recipes), models=names, budget_gib=budget_gib, frames=frames,
+        command=command(),
+    )  # fmt: skip
+    save_memory(held_by_model(results), out / "figures", title=f"{frames} latent frames at 480p")
+    if as_json:
+        print(json.dumps(results.as_json(), indent=1, allow_nan=False))
+        return
+    _memory_table(results, budget_gib)
+    print(f"written  {out / 'results.json'}")
+
+
+def _memory_table(results: Results, budget_gib: float) -> None:
+    gib = 2**30
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("model", no_wrap=True)
+    for name in results.recipes:
+        shown.add_column(f"{name}\n[not bold]GiB | longest", justify="right", no_wrap=True)
+    values = {(row.case, row.recipe, row.metric): row.value for row in results.rows}
+    for case in dict.fromkeys(row.case for row in results.rows):
+        cells = [
+            f"{values[case, name, 'held_bytes'] / gib:.2f} | "
+            f"{values[case, name, 'longest_latent_frames']:.0f}"
+            for name in results.recipes
+        ]
+        shown.add_row(case, *cells)
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console.print(shown)
+    print(f"longest: latent frames whose peak fits {budget_gib:g} GiB")
+
+
+def figures(
+    folder: Annotated[Path, typer.Argument(help="A study's folder, with its results.json.")],
+    clip: Annotated[str, typer.Option(help="Clip whose frames are shown.")] = "clip-000",
+) -> None:
+    """Draw a finished study: PNG, SVG and data into FOLDER/figures; frames and differences too."""
+    from videokv.report.figures.from_folder import save_figures
+
+    for path in save_figures(folder, clip=clip):
+        print(path)
+
+
+COMMANDS = (compare, diagnose, tradeoff, ablate, kvsplit, memory, longrun, figures)

@@ -19,6 +19,7 @@ from videokv.studies.variants import Variant, variant
 Say = Callable[[str, int, int], None]
 
 NEITHER, QSAC, PSAC, BOTH = "neither QSAC nor PSAC", "QSAC alone", "PSAC alone", "quantwm-2bit"
+KIVI = "kivi-2bit recent 1"
 PER_CHANNEL = "rtn-2bit per channel+taylor"
 SMALL_CORRECTED, LARGE_PLAIN = "quarot-2bit g128+taylor", "quarot-4bit g64"
 WM = "quantwm-2bit"
@@ -36,7 +37,7 @@ ROLLED: tuple[Variant, ...] = (
     variant("qvg-2bit+taylor"),
     variant("qvg-2bit", "qvg-2bit K2V16", values=None),
     variant("qvg-2bit", "qvg-2bit K16V2", keys=None),
-    variant("kivi-2bit"),
+    variant("kivi-2bit", KIVI, recent_chunks=1),  # as published: with a recent window in BF16
     variant(WM, NEITHER, candidates=1, metric="none", rank=0),
     variant(WM, QSAC, rank=0),
     variant(WM, PSAC, candidates=1, metric="none"),
