@@ -136,6 +136,22 @@ def test_the_commands(calls, capsys, tmp_path, options) -> None:
     assert "bf16" in capsys.readouterr().out
 
 
+def test_more_metrics_where_they_are_available(calls, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(rollouts.PERCEPTUAL, "flip", lambda x, y: 0.25)
+    found = run_rollouts(plan(tmp_path, "rtn-2bit", also=("flip",)))
+    assert found.find("rtn-2bit", "flip").mean == 0.25
+    with pytest.raises(ValueError, match="lpips_alex"):
+        plan(tmp_path, "rtn-2bit", also=("vmaf",))
+
+    def missing(x, y):
+        raise ValueError("no weights here")
+
+    monkeypatch.setitem(rollouts.PERCEPTUAL, "lpips_alex", missing)
+    calls.clear()
+    assert cli.main(["compare", "--recipes", "rtn-2bit", "--also", "lpips_alex"]) == 2
+    assert "no weights here" in capsys.readouterr().err and not calls
+
+
 def test_figures_of_a_finished_folder(calls, capsys, tmp_path) -> None:
     run_rollouts(plan(tmp_path, "rtn-2bit"))
     assert cli.main(["figures", "d"]) == 0

@@ -1,5 +1,7 @@
 """VBench arithmetic against the published totals; names, shares and clip lengths."""
 
+from pathlib import Path
+
 import pytest
 
 from videokv.metrics import vbench, vbench_files, vbench_run
@@ -62,7 +64,9 @@ def test_any_prompt_gets_a_file_name_of_its_own() -> None:
     odd = ['a/b "c"', "a_b _c_", "x" * 300, "x" * 301, "ü" * 200]
     names = [vbench_files.file_name(p, 1) for p in odd]
     assert len(set(names)) == len(odd)
-    assert all("/" not in n and '"' not in n and len(n.encode()) < 200 for n in names)
+    assert all(
+        "_" not in n and "/" not in n and '"' not in n and len(n.encode()) < 200 for n in names
+    )
 
 
 def test_the_first_share_and_short_videos() -> None:
@@ -107,6 +111,22 @@ def test_clips_find_their_prompts() -> None:
         vbench_run.by_prompt(clips[:2], exports, "color")
     with pytest.raises(ValueError, match="no prompt"):
         vbench_run.by_prompt([{"video_path": "y.mp4", "video_results": 1}], exports, "color")
+
+
+def test_the_prompts_that_vbench_is_given() -> None:
+    known = [{"prompt_en": "a cat", "dimension": ["color", "scene"], "auxiliary_info": {"c": 1}}]
+    cat = vbench_files.export("a cat", "color", 2, frames=100, fps=20)
+    own = vbench_files.export("my/own", "color", 0, frames=100, fps=20)
+    assert vbench_run.prompt_list([cat], known, "color") == [
+        {"prompt_en": "a cat", "dimension": ["color"], "auxiliary_info": {"c": 1}}
+    ]
+    with pytest.raises(ValueError, match="my/own"):
+        vbench_run.prompt_list([own], known, "color")
+    bare = vbench_run.prompt_list([own], known, "imaging_quality")
+    assert bare == [
+        {"prompt_en": vbench_files.file_stem("my/own"), "dimension": ["imaging_quality"]}
+    ]
+    assert vbench_run.options(Path("p"), [cat], "color")["num_of_samples_per_prompt"] == 3
 
 
 def test_without_the_package_it_says_so(tmp_path) -> None:

@@ -51,16 +51,17 @@ def first_share(prompts: Mapping[str, Sequence[str]], *, share: float) -> dict[s
 def file_stem(prompt: str) -> str:
     """A name for any prompt: VBench's own (the prompt itself) where that is a safe file name.
 
-    Otherwise letters, digits and spaces stay, and a digest tells apart what became alike.
+    Otherwise letters, digits and spaces stay, and a digest tells apart what became alike. No
+    underscore: VBench takes what stands before the first one for the name of the video.
     """
     if not prompt.strip():
         raise ValueError("a prompt must not be empty")
-    safe = re.sub(r"[^\w ,.()'-]", "_", prompt).strip(" .")
+    safe = re.sub(r"[^\w ,.()'-]|_", " ", prompt).strip(" .")
     if safe == prompt and len(prompt.encode()) <= LONGEST_NAME:
         return prompt
     digest = hashlib.sha256(prompt.encode()).hexdigest()[:DIGEST_CHARACTERS]
     kept = safe.encode()[: LONGEST_NAME - DIGEST_CHARACTERS - 1].decode(errors="ignore").strip()
-    return f"{kept}_{digest}"
+    return f"{kept} {digest}".strip()
 
 
 def file_name(prompt: str, index: int) -> str:

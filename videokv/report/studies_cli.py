@@ -49,6 +49,9 @@ def compare(
     seed: Seed = 0,
     device: Device = "auto",
     window: Window = None,
+    also: Annotated[
+        str | None, typer.Option(help="More metrics: lpips_alex, lpips_vgg, flip.")
+    ] = None,
     workers: Workers = 1,
     ray: Ray = None,
     as_json: AsJson = False,
@@ -59,7 +62,7 @@ def compare(
 
     plan = RolloutPlan(
         "compare", compare_variants(split(recipes)), out, command(), clips, chunks, seed, device,
-        window, workers=workers, ray=ray,
+        window, also=() if also is None else split(also), workers=workers, ray=ray,
     )  # fmt: skip
     with progress() as on_unit:
         results = run_rollouts(plan, on_unit=on_unit)

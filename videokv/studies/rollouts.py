@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import videokv
-from videokv.metrics import flicker, psnr, sharpness, ssim
+from videokv.metrics import flicker, flip, lpips, psnr, sharpness, ssim
 from videokv.studies import rollout as seam
 from videokv.studies.demo import case_name, check_folder, frames_path, load_frames, save_frames
 from videokv.studies.demo import resolve_device as resolve_device
@@ -28,6 +28,11 @@ from videokv.studies.variants import REFERENCE, Variant, checked
 from videokv.studies.workers import run_units
 
 OnUnit = Callable[[str, int, int], None]
+PERCEPTUAL: dict[str, Callable[[Any, Any], float]] = {
+    "lpips_alex": lambda x, y: lpips(x, y, net="alex"),
+    "lpips_vgg": lambda x, y: lpips(x, y, net="vgg"),
+    "flip": flip,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class RolloutPlan:
     """What to run; checked here, before any work. The reference is put first.
 
     chunk_rows: also give psnr_db of every chunk, as ``psnr_chunk_01_db``, ...
+    also: names of ``PERCEPTUAL``, which need weights or packages of their own.
     workers, ray: see ``workers.run_units``.
     """
 
@@ -48,6 +54,7 @@ class RolloutPlan:
     device: str = "auto"
     window: int | None = None
     chunk_rows: bool = False
+    also: tuple[str, ...] = ()
     workers: int = 1
     ray: str | None = None
 
@@ -64,6 +71,9 @@ class RolloutPlan:
             raise ValueError(f"seed must be 0 or more, got {self.seed}")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
+        unknown = [name for name in self.also if name not in PERCEPTUAL]
+        if unknown:
+            raise ValueError(f"also takes some of {tuple(PERCEPTUAL)}, got {unknown}")
         object.__setattr__(self, "variants", checked(self.variants))
 
 
@@ -79,6 +89,9 @@ def run_rollouts(plan: RolloutPlan, *, on_unit: OnUnit | None = None) -> Results
     device = resolve_device(plan.device)
     check_folder(plan.out)
     seam.get_clips(plan.clips, seed=plan.seed)  # refuses before any work
+    probe = np.zeros((1, 64, 64, 3), np.uint8)
+    for name in plan.also:
+        PERCEPTUAL[name](probe, probe)  # so does a metric that is not available
     with Journal(plan.out, _fingerprint(plan, device)) as journal:
         for stage in _stages(plan):
             waiting = {key: unit for key, unit in stage.items() if key not in journal.done}
@@ -159,6 +172,7 @@ def _fingerprint(plan: RolloutPlan, device: torch.device) -> dict[str, Any]:
         "window": plan.window,
         "device": device.type,
         "chunk_rows": plan.chunk_rows,
+        **({"also": list(plan.also)} if plan.also else {}),
         "model": seam.model_digest(_model(str(device))),
         "videokv": videokv.__version__,
     }
@@ -181,6 +195,7 @@ def _measured(
     if item.label != REFERENCE:
         reference = load_frames(frames_path(plan.out, REFERENCE, case))
         figures |= _distances(frames, reference, chunk_rows=plan.chunk_rows)
+        figures |= {name: PERCEPTUAL[name](frames, reference) for name in plan.also}
     return {"rows": [(case, item.label, name, value) for name, value in figures.items()]}
 
 
