@@ -137,3 +137,19 @@ def test_without_the_package_it_says_so(tmp_path) -> None:
     if vbench_run.find_spec("vbench") is None:
         with pytest.raises(vbench_run.NotAvailable, match="vbench"):
             vbench_run.score_folder(tmp_path, ["color"], device="cpu")
+
+
+def test_the_command_prints_totals(monkeypatch, capsys, tmp_path) -> None:
+    from videokv import cli
+
+    def score(folder, dimensions, *, device):
+        return {name: Score(0.5, 0.01) for name in dimensions}
+
+    monkeypatch.setattr(vbench_run, "score_folder", score)
+    assert cli.main(["vbench", str(tmp_path)]) == 0
+    assert "total" in capsys.readouterr().out
+    assert cli.main(["vbench", str(tmp_path), "--dimensions", "color"]) == 0
+    assert "total" not in capsys.readouterr().out
+    monkeypatch.undo()
+    assert cli.main(["vbench", str(tmp_path)]) == 2
+    assert "prompts.json" in capsys.readouterr().err

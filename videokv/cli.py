@@ -216,6 +216,40 @@ def metrics(
 
 
 @app.command()
+def vbench(
+    folder: Annotated[
+        Path, typer.Argument(help="Videos by dimension with prompts.json (metrics.vbench_files).")
+    ],
+    dimensions: Annotated[
+        str | None, typer.Option(help="Dimensions with commas between; default: all sixteen.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+    as_json: AsJson = False,
+) -> None:
+    """VBench-Long over exported videos; the totals where all sixteen dimensions were scored.
+
+    Needs VBench and the weights of each dimension. Errors are over prompts, propagated to totals.
+    """
+    from dataclasses import asdict
+
+    from videokv.metrics.vbench import DIMENSIONS, totals
+    from videokv.metrics.vbench_run import score_folder
+
+    names = DIMENSIONS if dimensions is None else _names(dimensions)
+    scores = score_folder(folder, names, device=device)
+    found = {name: asdict(score) for name, score in scores.items()}
+    if set(scores) == set(DIMENSIONS):
+        whole = totals(scores)
+        found |= {n: asdict(getattr(whole, n)) for n in ("quality", "semantic", "total")}
+    if as_json:
+        _print_json(found)
+        return
+    for name, score in found.items():
+        error = "" if score["sem"] is None else f" ± {score['sem']:.4f}"
+        print(f"{name:<24} {score['mean']:.4f}{error}")
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Test this machine: devices, libraries, packing and attention. Exits 1 if a test fails."""
     from dataclasses import asdict
