@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from videokv.studies.claims.claim import Untestable
 from videokv.studies.diagnose import DiagnosePlan, run_diagnose
 from videokv.studies.prefill import PrefillStudy, run_prefill
+from videokv.studies.prefill_inputs import load_language_model
 from videokv.studies.results import Results, paired_difference
 from videokv.studies.rollouts import RolloutPlan, run_rollouts
 from videokv.studies.variants import Variant, variant
@@ -138,11 +141,12 @@ class Evidence:
             recipes=PREFILLED, chunk_tokens=256, tokens=self.plan.prefill_tokens, device=device
         )
         try:
-            return run_prefill(
-                study, self.plan.out / "prefill", command=_command(self.plan), progress=self._say
-            )
+            load_language_model(study.model, device=torch.device(device))
         except (ImportError, ValueError) as error:
             raise Untestable(f"no language model here: {error}") from error
+        return run_prefill(
+            study, self.plan.out / "prefill", command=_command(self.plan), progress=self._say
+        )
 
     def rolled(self, metric: str, recipe: str, minus: str) -> tuple[float, ...]:
         """``metric`` of one variant minus that of another, clip by clip."""
