@@ -143,15 +143,28 @@ def test_a_recipe_that_refuses_the_shape_says_why(capsys, monkeypatch) -> None:
     assert entry["bits_per_element"] is None and "head_dim 80" in entry["refusal"]
 
 
-def test_metrics_of_two_clips(capsys, tmp_path: Path) -> None:
+def test_metrics_of_two_clips(capsys, tmp_path: Path, monkeypatch) -> None:
+    from videokv.metrics import NotAvailable
+    from videokv.metrics import measures as room
+
+    def no_weights(*_: object, **__: object) -> float:
+        raise NotAvailable("no weights on this machine")
+
+    monkeypatch.setattr(room, "lpips", no_weights)
     frames = np.random.default_rng(0).integers(0, 256, (3, 16, 20, 3), np.uint8)
     np.savez(tmp_path / "a.npz", frames=frames)
     np.save(tmp_path / "b.npy", frames)
     assert cli.main(["metrics", "a.npz", "b.npy", "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["psnr_db"] == 100.0 and read["identical_frames"] == 3
+    assert read["protocol"] == "all" and "no weights" in read["not_available"]["lpips_vgg"]
     assert cli.main(["metrics", "a.npz", "b.npy"]) == 0
-    assert "psnr_pooled_db       100.0000" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "psnr_pooled_db       100.0000" in printed
+    assert "lpips_alex           not available: no weights on this machine" in printed
+    assert cli.main(["metrics", "a.npz", "b.npy", "--protocol", "qvg", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frames"] == 2
+    assert cli.main(["metrics", "a.npz", "b.npy", "--protocol", "last"]) == 2
     np.save(tmp_path / "c.npy", frames[:2])
     assert cli.main(["metrics", "a.npz", "c.npy"]) == 2
     assert cli.main(["metrics", "a.npz", "missing.mp4"]) == 2

@@ -126,6 +126,7 @@ def run_prefill(
             device=study.device,
             versions=_provenance(language, text, settings),
             rows=tuple(rows),
+            protocol="none",
         )
         write_json(out / "results.json", results.as_json())
     return results
