@@ -14,13 +14,16 @@ import typer
 from typer.core import TyperGroup
 
 import videokv
+from videokv.devices import resolve_device
+from videokv.outputs import describe
 from videokv.report import studies_cli
 from videokv.report.claims_cli import claims
 from videokv.studies.prefill_cli import prefill
 from videokv.studies.run_cli import run
+from videokv.stopping import INTERRUPTED
 from videokv.worldmodel.cli import app as worldmodel_app
 
-DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_USAGE = 0, 1, 2
 
 
 class Commands(TyperGroup):
@@ -62,9 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
         _say(f"error: {error}")
         return WRONG_USAGE
     except KeyboardInterrupt:
+        _say("stopped")
         return INTERRUPTED
     except OSError as error:
-        _say(f"error: {_describe(error)}")
+        _say(f"error: {describe(error)}")
         return WRONG_USAGE
     return DONE
 
@@ -238,7 +242,7 @@ def vbench(
     from videokv.metrics.vbench_run import score_folder
 
     names = DIMENSIONS if dimensions is None else _names(dimensions)
-    scores = score_folder(folder, names, device=device)
+    scores = score_folder(folder, names, device=str(resolve_device(device)))
     found = {name: asdict(score) for name, score in scores.items()}
     if set(scores) == set(DIMENSIONS):
         whole = totals(scores)
@@ -278,12 +282,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _print_json(value: object) -> None:
     print(json.dumps(value, indent=1, allow_nan=False))
-
-
-def _describe(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    what = error.strerror or str(error)
-    return f"{where}{what}; free space there, or choose another --out that can be written"
 
 
 def _say(message: str) -> None:

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 import videokv
+from videokv.devices import resolve_device
 from videokv.diagnostics import cumulative_energy
+from videokv.outputs import check_folder
 from videokv.studies import attention_example as example
 from videokv.studies import rollout as seam
-from videokv.studies.demo import case_name, check_folder, resolve_device
+from videokv.studies.demo import case_name
 from videokv.studies.journal import Journal
 from videokv.studies.results import Results, Row, versions, write_json
-from videokv.studies.rollouts import OnUnit, _clips, _model
+from videokv.studies.rollouts import OnUnit, _clips, _model, unit_rows
 from videokv.studies.side_by_side import SideBySide, Tap
 from videokv.studies.variants import REFERENCE, Variant, checked
 from videokv.studies.workers import run_units
@@ -90,7 +92,7 @@ def run_diagnose(plan: DiagnosePlan, *, on_unit: OnUnit | None = None) -> Result
         "model": seam.model_digest(_model(str(device))),
         "videokv": videokv.__version__,
     }
-    with Journal(plan.out, fingerprint) as journal:
+    with Journal(plan.out, fingerprint, check=_check_unit) as journal:
         arguments = {
             case_name(n): (
                 plan.variants, n, plan.clips, plan.chunks, plan.seed, layers, plan.steps,
@@ -105,13 +107,20 @@ def run_diagnose(plan: DiagnosePlan, *, on_unit: OnUnit | None = None) -> Result
             if on_unit is not None:
                 on_unit(key, len(journal.done), plan.clips)
         done = [journal.done[case_name(n)] for n in range(plan.clips)]
-    rows = [Row(*row) for unit in done for row in unit["rows"]]
+    rows = [row for unit in done for row in unit_rows(unit)]
     results = Results(
         "diagnose", plan.command, plan.seed, str(device), versions(), tuple(rows), protocol="none"
     )
     write_json(plan.out / "diagnostics.json", _details(done, layers, plan.steps))
     write_json(plan.out / "results.json", results.as_json())
     return results
+
+
+def _check_unit(unit: Mapping[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError where a journal's unit is none of this study."""
+    unit_rows(unit)
+    if not isinstance(unit["taps"], list):
+        raise TypeError(f"taps must be a list, got {unit['taps']!r}")
 
 
 def diagnose_unit(

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 import videokv
+from videokv.devices import resolve_device as resolve_device
 from videokv.metrics import flicker, flip, lpips, psnr, sharpness, ssim
+from videokv.outputs import check_folder
 from videokv.studies import rollout as seam
-from videokv.studies.demo import case_name, check_folder, frames_path, load_frames, save_frames
-from videokv.studies.demo import resolve_device as resolve_device
+from videokv.studies.demo import case_name, frames_path, load_frames, save_frames
 from videokv.studies.journal import Journal
 from videokv.studies.results import Results, Row, versions, write_json
 from videokv.studies.variants import REFERENCE, Variant, checked
@@ -92,7 +93,7 @@ def run_rollouts(plan: RolloutPlan, *, on_unit: OnUnit | None = None) -> Results
     probe = np.zeros((1, 64, 64, 3), np.uint8)
     for name in plan.also:
         PERCEPTUAL[name](probe, probe)  # so does a metric that is not available
-    with Journal(plan.out, _fingerprint(plan, device)) as journal:
+    with Journal(plan.out, _fingerprint(plan, device), check=unit_rows) as journal:
         for stage in _stages(plan):
             waiting = {key: unit for key, unit in stage.items() if key not in journal.done}
             arguments = {
@@ -105,16 +106,21 @@ def run_rollouts(plan: RolloutPlan, *, on_unit: OnUnit | None = None) -> Results
                 if on_unit is not None:
                     on_unit(key, len(journal.done), len(plan.variants) * plan.clips)
         rows = [
-            Row(*row)
+            row
             for stage in _stages(plan)
             for key in stage
-            for row in journal.done[key]["rows"]
+            for row in unit_rows(journal.done[key])
         ]
     results = Results(
         plan.study, plan.command, plan.seed, str(device), versions(), tuple(rows), protocol="all"
     )
     write_json(plan.out / "results.json", results.as_json())
     return results
+
+
+def unit_rows(unit: Mapping[str, Any]) -> list[Row]:
+    """The rows of a journal's unit; KeyError, TypeError or ValueError where it has none."""
+    return [Row(*row) for row in unit["rows"]]
 
 
 def roll_unit(
