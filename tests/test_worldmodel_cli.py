@@ -41,7 +41,7 @@ def test_bad_input_is_refused_before_any_work(capsys, tmp_path: Path, arguments,
 
 def test_a_file_that_is_there_is_kept_until_the_result_replaces_it(capsys, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("old")
-    assert cli.main("worldmodel evaluate --out x.json --device tpu".split()) == 2
+    assert cli.main(["worldmodel", "evaluate", "--out", "x.json", "--device", "tpu"]) == 2
     assert (tmp_path / "x.json").read_text() == "old"
 
 

@@ -18,9 +18,9 @@ from videokv.devices import resolve_device
 from videokv.outputs import describe
 from videokv.report import studies_cli
 from videokv.report.claims_cli import claims
+from videokv.stopping import INTERRUPTED
 from videokv.studies.prefill_cli import prefill
 from videokv.studies.run_cli import run
-from videokv.stopping import INTERRUPTED
 from videokv.worldmodel.cli import app as worldmodel_app
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2

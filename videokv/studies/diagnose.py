@@ -26,7 +26,7 @@ from videokv.studies import attention_example as example
 from videokv.studies import rollout as seam
 from videokv.studies.demo import case_name
 from videokv.studies.journal import Journal
-from videokv.studies.results import Results, Row, versions, write_json
+from videokv.studies.results import Results, versions, write_json
 from videokv.studies.rollouts import OnUnit, _clips, _model, unit_rows
 from videokv.studies.side_by_side import SideBySide, Tap
 from videokv.studies.variants import REFERENCE, Variant, checked

@@ -106,10 +106,7 @@ def run_rollouts(plan: RolloutPlan, *, on_unit: OnUnit | None = None) -> Results
                 if on_unit is not None:
                     on_unit(key, len(journal.done), len(plan.variants) * plan.clips)
         rows = [
-            row
-            for stage in _stages(plan)
-            for key in stage
-            for row in unit_rows(journal.done[key])
+            row for stage in _stages(plan) for key in stage for row in unit_rows(journal.done[key])
         ]
     results = Results(
         plan.study, plan.command, plan.seed, str(device), versions(), tuple(rows), protocol="all"

@@ -68,7 +68,7 @@ def _say_error(message: str) -> None:
 
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    with Progress(console=_console, transient=True) as progress:
+    with Progress(console=_console, transient=True, disable=not _console.is_terminal) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
