@@ -70,6 +70,8 @@ def test_demo_json_is_clean(capsys) -> None:
         (["--recipes", " , "], "names no recipe"),
         (["--window", "-1"], "window must be 1 to 8"),
         (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--device", "cpu:x"], "unknown device 'cpu:x'"),
+        (["--device", "cpu:7"], "'cpu:7' is not here"),
         (["--clips", "0"], "clips must be 1"),
         (["--clips", "many"], "--clips"),
         (["--chunks", "11"], "at most|1 to 10"),
@@ -91,6 +93,77 @@ def test_an_unwritable_folder_ends_with_2_before_any_work(capsys, tmp_path, monk
         assert out in capsys.readouterr().err
 
 
+def test_a_refused_folder_is_explained_by_its_cause(capsys, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for out in ("file", "file/below", "/proc/videokv"):
+        for command in (["demo"], ["worldmodel", "sample"]):
+            assert cli.main([*command, "--out", out]) == 2
+            error = capsys.readouterr().err
+            assert out in error and "choose another folder" in error and "free space" not in error
+
+
+def test_weights_that_cannot_be_read_leave_no_folder(capsys, monkeypatch, tmp_path: Path) -> None:
+    def damaged(device: object) -> None:
+        raise ValueError("weights.safetensors: not a whole safetensors file; get it again")
+
+    monkeypatch.setattr(seam, "load_model", damaged)
+    assert demo("--out", "new/d") == 2
+    assert "get it again" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_cut_frames_file_of_a_finished_demo_is_named(capsys) -> None:
+    assert demo("--out", "d", "--recipes", "rtn-2bit") == 0
+    for recipe in ("bf16", "game"):
+        path = Path("d/frames") / recipe / "clip-000.npz"
+        whole = path.read_bytes()
+        for damage in (whole[:500], b"", whole[:300] + b"x" * 200 + whole[500:]):
+            path.write_bytes(damage)
+            capsys.readouterr()
+            assert demo("--out", "d", "--recipes", "rtn-2bit") == 2
+            error = capsys.readouterr().err
+            assert f"{path} is damaged" in error and "choose another --out" in error
+            assert error.count("\n") == 1 + error.count("already there")
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda unit: unit.pop("rows"), "line 2 has no 'rows'"),
+        (lambda unit: unit.pop("cached_mass_by_layer"), "line 2 has no 'cached_mass_by_layer'"),
+        (lambda unit: unit.update(rows=5), "line 2 is no unit of this study"),
+        (lambda unit: unit.update(psnr_db_by_frame={"clip-000": 1}), "line 2 is no unit"),
+    ],
+)
+def test_a_damaged_unit_of_the_journal_is_named(capsys, change, says: str) -> None:
+    assert demo("--out", "d", "--recipes", "rtn-2bit") == 0
+    journal = Path("d/rows.jsonl")
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    change(lines[1])
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert demo("--out", "d", "--recipes", "rtn-2bit") == 2
+    error = capsys.readouterr().err
+    assert f"rows.jsonl, {says}" in error and "delete the folder" in error
+
+
+def test_damaged_arrays_are_named(capsys) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (3, 16, 20, 3), np.uint8)
+    np.savez_compressed("whole.npz", frames=frames)
+    np.save("whole.npy", frames)
+    whole = Path("whole.npz").read_bytes()
+    damage = {
+        "cut.npz": whole[:500],
+        "empty.npz": b"",
+        "overwritten.npz": whole[:300] + b"x" * 200 + whole[500:],
+        "cut.npy": Path("whole.npy").read_bytes()[:200],
+    }
+    for name, content in damage.items():
+        Path(name).write_bytes(content)
+        assert cli.main(["metrics", name, "whole.npz"]) == 2
+        error = capsys.readouterr().err
+        assert f"{name} is not a readable array file" in error and error.count("\n") == 1
+
+
 def test_a_full_disk_ends_with_2(capsys, monkeypatch, tmp_path: Path) -> None:
     from videokv.studies import demo as study
 
@@ -99,7 +172,8 @@ def test_a_full_disk_ends_with_2(capsys, monkeypatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(study, "save_frames", full)
     assert demo("--out", "d") == 2
-    assert "d/frames/x.npz: No space left on device" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "d/frames/x.npz: No space left on device; free space there" in error
     assert not (tmp_path / "d" / "results.json").exists()
 
 
@@ -143,15 +217,28 @@ def test_a_recipe_that_refuses_the_shape_says_why(capsys, monkeypatch) -> None:
     assert entry["bits_per_element"] is None and "head_dim 80" in entry["refusal"]
 
 
-def test_metrics_of_two_clips(capsys, tmp_path: Path) -> None:
+def test_metrics_of_two_clips(capsys, tmp_path: Path, monkeypatch) -> None:
+    from videokv.metrics import NotAvailable
+    from videokv.metrics import measures as room
+
+    def no_weights(*_: object, **__: object) -> float:
+        raise NotAvailable("no weights on this machine")
+
+    monkeypatch.setattr(room, "lpips", no_weights)
     frames = np.random.default_rng(0).integers(0, 256, (3, 16, 20, 3), np.uint8)
     np.savez(tmp_path / "a.npz", frames=frames)
     np.save(tmp_path / "b.npy", frames)
     assert cli.main(["metrics", "a.npz", "b.npy", "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["psnr_db"] == 100.0 and read["identical_frames"] == 3
+    assert read["protocol"] == "all" and "no weights" in read["not_available"]["lpips_vgg"]
     assert cli.main(["metrics", "a.npz", "b.npy"]) == 0
-    assert "psnr_pooled_db       100.0000" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "psnr_pooled_db       100.0000" in printed
+    assert "lpips_alex           not available: no weights on this machine" in printed
+    assert cli.main(["metrics", "a.npz", "b.npy", "--protocol", "qvg", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frames"] == 2
+    assert cli.main(["metrics", "a.npz", "b.npy", "--protocol", "last"]) == 2
     np.save(tmp_path / "c.npy", frames[:2])
     assert cli.main(["metrics", "a.npz", "c.npy"]) == 2
     assert cli.main(["metrics", "a.npz", "missing.mp4"]) == 2

@@ -9,6 +9,7 @@ import videokv
 
 ROOT = Path(videokv.__file__).parent
 STEPS = [
+    {"stopping", "outputs", "devices"},
     {"tensors"},
     {"rotation"},
     {"noise"},
@@ -20,6 +21,7 @@ STEPS = [
     {"studies"},
     {"report"},
     {"cli"},
+    {"entry"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(STEPS) for room in rooms}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]

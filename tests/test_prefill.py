@@ -99,6 +99,7 @@ def test_study_writes_results_and_resumes(loaded, study, tmp_path, monkeypatch):
         "seed",
         "device",
         "versions",
+        "protocol",
         "rows",
         "summary",
     ]

@@ -55,7 +55,8 @@ def test_results_file_has_the_promised_shape(tmp_path: Path) -> None:
     results = Results("demo", "videokv demo", 0, "cpu", {"torch": "2"}, rows())
     write_json(tmp_path / "results.json", results.as_json())
     read = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-    assert set(read) == {"study", "command", "seed", "device", "versions", "rows", "summary"}
+    wanted = {"study", "command", "seed", "device", "versions", "protocol", "rows", "summary"}
+    assert set(read) == wanted
     assert read["rows"][0] == {
         "case": "clip-0",
         "recipe": "a",

@@ -14,11 +14,16 @@ import typer
 from typer.core import TyperGroup
 
 import videokv
+from videokv.devices import resolve_device
+from videokv.outputs import describe
+from videokv.report import studies_cli
+from videokv.report.claims_cli import claims
+from videokv.stopping import INTERRUPTED
 from videokv.studies.prefill_cli import prefill
 from videokv.studies.run_cli import run
 from videokv.worldmodel.cli import app as worldmodel_app
 
-DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_USAGE = 0, 1, 2
 
 
 class Commands(TyperGroup):
@@ -43,6 +48,9 @@ app = typer.Typer(
 app.add_typer(worldmodel_app, name="worldmodel")
 app.command()(prefill)
 app.command()(run)
+for study in studies_cli.COMMANDS:
+    app.command()(study)
+app.command()(claims)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 
@@ -57,9 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
         _say(f"error: {error}")
         return WRONG_USAGE
     except KeyboardInterrupt:
+        _say("stopped")
         return INTERRUPTED
     except OSError as error:
-        _say(f"error: {_describe(error)}")
+        _say(f"error: {describe(error)}")
         return WRONG_USAGE
     return DONE
 
@@ -171,31 +180,79 @@ def list_recipes(
 def metrics(
     a: Annotated[Path, typer.Argument(help="Video file, folder of frames, .npz or .npy.")],
     b: Annotated[Path, typer.Argument(help="The reference, with the same frames and size.")],
+    under: Annotated[
+        str,
+        typer.Option(
+            "--protocol",
+            help="all: every frame. first-chunk: the first --chunk-frames. qvg: Quant VideoGen's "
+            "conventions (without frame 0, uniform SSIM window, LPIPS on [0, 1]).",
+        ),
+    ] = "all",
+    chunk_frames: Annotated[int, typer.Option(help="Frames of the first chunk.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """PSNR, SSIM and sharpness of video A against reference B.
+    """PSNR, SSIM, LPIPS, FLIP, flicker and sharpness of video A against reference B.
 
     psnr_db is the mean over frames of the dB of each, psnr_pooled_db that of the error over all
-    frames; both are capped at 100 dB, and identical frames are counted.
+    frames; both are capped at 100 dB, and identical frames are counted. A metric whose weights or
+    package are not here is listed with the reason.
     """
-    from videokv.metrics import psnr, read_frames, sharpness, ssim
+    from videokv.metrics import measure, protocol, read_frames
 
-    first, second = read_frames(a), read_frames(b)
-    distance = psnr(first, second)
-    figures = {
-        "psnr_db": distance.psnr_db,
-        "psnr_pooled_db": distance.psnr_pooled_db,
-        "ssim": ssim(first, second),
-        "sharpness": sharpness(first),
-        "sharpness_reference": sharpness(second),
-        "frames": len(distance.per_frame_db),
-        "identical_frames": distance.identical_frames,
-    }
+    chosen = protocol(under, chunk_frames=chunk_frames)
+    found = measure(read_frames(a), read_frames(b), under=chosen)
     if as_json:
-        _print_json(figures)
+        _print_json(
+            {
+                "protocol": found.protocol,
+                "protocol_says": chosen.says,
+                **found.figures,
+                "frames": found.frames,
+                "identical_frames": found.identical_frames,
+                "not_available": dict(found.missing),
+            }
+        )
         return
-    for name, value in figures.items():
-        print(f"{name:<20} {value if isinstance(value, int) else f'{value:.4f}'}")
+    print(f"{'protocol':<20} {found.protocol}: {chosen.says}")
+    for name, value in found.figures.items():
+        print(f"{name:<20} {value:.4f}")
+    print(f"{'frames':<20} {found.frames}\n{'identical_frames':<20} {found.identical_frames}")
+    for name, why in found.missing.items():
+        print(f"{name:<20} not available: {why}")
+
+
+@app.command()
+def vbench(
+    folder: Annotated[
+        Path, typer.Argument(help="Videos by dimension with prompts.json (metrics.vbench_files).")
+    ],
+    dimensions: Annotated[
+        str | None, typer.Option(help="Dimensions with commas between; default: all sixteen.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+    as_json: AsJson = False,
+) -> None:
+    """VBench-Long over exported videos; the totals where all sixteen dimensions were scored.
+
+    Needs VBench and the weights of each dimension. Errors are over prompts, propagated to totals.
+    """
+    from dataclasses import asdict
+
+    from videokv.metrics.vbench import DIMENSIONS, totals
+    from videokv.metrics.vbench_run import score_folder
+
+    names = DIMENSIONS if dimensions is None else _names(dimensions)
+    scores = score_folder(folder, names, device=str(resolve_device(device)))
+    found = {name: asdict(score) for name, score in scores.items()}
+    if set(scores) == set(DIMENSIONS):
+        whole = totals(scores)
+        found |= {n: asdict(getattr(whole, n)) for n in ("quality", "semantic", "total")}
+    if as_json:
+        _print_json(found)
+        return
+    for name, score in found.items():
+        error = "" if score["sem"] is None else f" ± {score['sem']:.4f}"
+        print(f"{name:<24} {score['mean']:.4f}{error}")
 
 
 @app.command()
@@ -225,12 +282,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _print_json(value: object) -> None:
     print(json.dumps(value, indent=1, allow_nan=False))
-
-
-def _describe(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    what = error.strerror or str(error)
-    return f"{where}{what}; free space there, or choose another --out that can be written"
 
 
 def _say(message: str) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
+# What numpy and zipfile raise on .npy and .npz files that are cut, overwritten or of another kind.
+DAMAGED_ARRAY = (
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def read_frames(path: Path) -> NDArray[np.generic]:
@@ -38,7 +50,7 @@ def _read_folder(folder: Path) -> NDArray[np.uint8]:
         try:
             with Image.open(name) as image:
                 frames.append(np.asarray(image.convert("RGB")))
-        except OSError as error:
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises all three
             raise ValueError(f"{name} is not a readable image: {error}") from error
         if frames[-1].shape != frames[0].shape:
             raise ValueError(
@@ -51,8 +63,8 @@ def _read_folder(folder: Path) -> NDArray[np.uint8]:
 def _read_array(path: Path) -> NDArray[np.generic]:
     try:
         loaded = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a readable array file: {error}") from error
+    except (OSError, *DAMAGED_ARRAY) as error:
+        raise _unreadable(path, error) from error
     if isinstance(loaded, np.ndarray):
         return loaded
     with loaded as archive:
@@ -60,7 +72,14 @@ def _read_array(path: Path) -> NDArray[np.generic]:
         key = "frames" if "frames" in keys else keys[0] if len(keys) == 1 else None
         if key is None:
             raise ValueError(f"{path} must hold one array or one named 'frames', it has {keys}")
-        return np.asarray(archive[key])
+        try:
+            return np.asarray(archive[key])
+        except (OSError, *DAMAGED_ARRAY) as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is not a readable array file ({error}); make or copy it again")
 
 
 def _read_video(path: Path) -> NDArray[np.uint8]:

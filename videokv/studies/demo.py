@@ -25,7 +25,10 @@ import torch
 from numpy.typing import NDArray
 
 import videokv
+from videokv.devices import resolve_device as resolve_device
 from videokv.metrics import psnr, sharpness, ssim
+from videokv.metrics.reading import DAMAGED_ARRAY
+from videokv.outputs import check_folder as check_folder
 from videokv.studies import rollout as seam
 from videokv.studies.journal import Journal
 from videokv.studies.results import Results, Row, versions, write_bytes, write_json
@@ -43,6 +46,8 @@ DEFAULT_RECIPES = (
 )
 MAX_CLIPS = 256
 BATCH_CLIPS = {"cpu": 4, "cuda": 16}
+
+CURVES = ("psnr_db_by_frame", "cached_mass_by_layer")
 
 Frames = NDArray[np.uint8]
 
@@ -136,42 +141,14 @@ def run_demo(
     model = seam.load_model(device)
     batch = min(settings.clips, BATCH_CLIPS[device.type])
     fingerprint = _fingerprint(settings, device, batch=batch, model=seam.model_digest(model))
-    with Journal(settings.out, fingerprint) as journal:
-        clips = seam.get_clips(settings.clips, seed=settings.seed)
+    clips = seam.get_clips(settings.clips, seed=settings.seed)
+    with Journal(settings.out, fingerprint, check=_check_unit) as journal:
         _save_game(settings.out, clips)
         _run_units(settings, journal, model, clips, batch=batch, on_progress=on_progress)
         run = _collect(settings, journal, clips, device)
         write_json(settings.out / "curves.json", run.curves)
         write_json(settings.out / "results.json", run.results.as_json())
     return run
-
-
-def resolve_device(name: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:<index>`` as a device that is there, or ValueError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {name!r}; expected auto, cpu or cuda") from error
-    if device.type not in BATCH_CLIPS:
-        raise ValueError(f"unknown device {name!r}; expected auto, cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device {name!r} is not here: torch {torch.__version__} sees "
-            f"{torch.cuda.device_count()} CUDA devices; use --device cpu"
-        )
-    return device
-
-
-def check_folder(folder: Path) -> None:
-    """Make ``folder`` and see that files can be written there; OSError or ValueError if not."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out must be a folder, {folder} is a file")
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".probe"
-    write_bytes(probe, b"")
-    probe.unlink()
 
 
 def case_name(number: int) -> str:
@@ -189,8 +166,15 @@ def frames_path(out: Path, recipe: str, case: str) -> Path:
 
 
 def load_frames(path: Path) -> Frames:
-    with np.load(path, allow_pickle=False) as archive:
-        return np.asarray(archive["frames"])
+    """What ``save_frames`` wrote; ValueError where the file is damaged, OSError where missing."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return np.asarray(archive["frames"])
+    except DAMAGED_ARRAY as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); delete the study's folder and run again, or choose "
+            "another --out"
+        ) from error
 
 
 def save_frames(path: Path, frames: Frames) -> None:
@@ -221,7 +205,9 @@ def _fingerprint(
 def _save_game(out: Path, clips: seam.Clips) -> None:
     for number, frames in enumerate(clips.frames):
         path = frames_path(out, GAME, case_name(number))
-        if not path.exists():
+        if path.exists():
+            load_frames(path)  # refuses damage
+        else:
             save_frames(path, np.asarray(frames))
 
 
@@ -276,6 +262,7 @@ def _check_frames(out: Path, recipe: str, cases: Sequence[str]) -> None:
                 f"{path} is missing though the journal lists it; put it back, or delete "
                 f"{out} and run again"
             )
+        load_frames(path)  # refuses damage before hours of work on other units
 
 
 def _measure(
@@ -322,18 +309,27 @@ def _collect(
     settings: DemoSettings, journal: Journal, clips: seam.Clips, device: torch.device
 ) -> DemoRun:
     rows: list[Row] = []
-    curves: dict[str, dict[str, dict[str, list[float]]]] = {
-        "psnr_db_by_frame": {},
-        "cached_mass_by_layer": {},
-    }
+    curves: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in CURVES}
     for unit in journal.done.values():
-        rows += [Row(case, unit["recipe"], metric, value) for case, metric, value in unit["rows"]]
+        rows += _unit_rows(unit)
         for name, by_recipe in curves.items():
             by_recipe.setdefault(unit["recipe"], {}).update(unit[name])
     results = Results(
         "demo", settings.command, settings.seed, _device_name(device), versions(), tuple(rows)
     )
     return DemoRun(settings, results, curves, clips.source)
+
+
+def _unit_rows(unit: Mapping[str, Any]) -> list[Row]:
+    return [Row(case, unit["recipe"], metric, value) for case, metric, value in unit["rows"]]
+
+
+def _check_unit(unit: Mapping[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError where a journal's unit is not one of the demo."""
+    _unit_rows(unit)
+    for name in CURVES:
+        for values in dict(unit[name]).values():
+            [float(value) for value in values]
 
 
 def _device_name(device: torch.device) -> str:

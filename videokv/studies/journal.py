@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,12 +27,21 @@ class Journal:
 
     settings: the study's fingerprint, JSON values only. A folder begun with other settings is
     refused with a ValueError that names them; so is a folder in which another process writes.
+    check: reads a unit that was there before and raises KeyError, TypeError or ValueError where it
+    is not what the study writes; the folder is then refused with a ValueError naming the line.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        check: Callable[[Mapping[str, Any]], object] = lambda unit: None,
+    ) -> None:
         self.folder = folder
         self.settings = json.loads(json.dumps(settings, sort_keys=True, allow_nan=False))
         self.done: dict[str, Any] = {}
+        self._check = check
         self._path = folder / JOURNAL_NAME
         self._lock = FileLock(folder / LOCK_NAME, timeout=0)
 
@@ -77,7 +86,16 @@ class Journal:
             key = record.get("key")
             if not isinstance(key, str) or key in self.done:
                 raise ValueError(self._damage(number, f"has the key {key!r}, expected a new one"))
+            self._check_unit(record, number)
             self.done[key] = record
+
+    def _check_unit(self, record: Mapping[str, Any], number: int) -> None:
+        try:
+            self._check(record)
+        except KeyError as error:
+            raise ValueError(self._damage(number, f"has no {error}")) from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(self._damage(number, f"is no unit of this study: {error}")) from error
 
     def _whole_lines(self) -> list[dict[str, Any]]:
         """All whole lines; a torn last one is cut off the file."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from videokv.cache.memory import Memory
+from videokv.outputs import check_folder
 from videokv.recipes import recipe as find_recipe
 from videokv.studies.journal import Journal
 from videokv.studies.prefill_inputs import (
@@ -95,7 +96,7 @@ def run_prefill(
         ValueError: wrong options, a text that is too short, a missing model or package.
         OSError: ``out`` cannot be written.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out)
     text = read_text(study.text)
     language = load_language_model(study.model, device=torch.device(study.device))
     _check_context(language, study.tokens)
@@ -110,14 +111,14 @@ def run_prefill(
         "dtype": str(language.model.dtype),
     }
     rows: list[Row] = []
-    with Journal(out, settings) as journal:
+    with Journal(out, settings, check=_unit_rows) as journal:
         for name in study.recipes:
             if name not in journal.done:
                 found = prefill_rows(
                     language.model, ids, name, chunk_tokens=study.chunk_tokens, progress=progress
                 )
                 journal.append(name, {"rows": [vars(row) for row in found]})
-            rows += [Row(**row) for row in journal.done[name]["rows"]]
+            rows += _unit_rows(journal.done[name])
         rows += gap_rows(rows)
         results = Results(
             study=STUDY,
@@ -126,9 +127,14 @@ def run_prefill(
             device=study.device,
             versions=_provenance(language, text, settings),
             rows=tuple(rows),
+            protocol="none",
         )
         write_json(out / "results.json", results.as_json())
     return results
+
+
+def _unit_rows(unit: Mapping[str, Any]) -> list[Row]:
+    return [Row(**row) for row in unit["rows"]]
 
 
 @torch.inference_mode()

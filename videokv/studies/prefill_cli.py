@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from videokv.devices import resolve_device
 from videokv.studies.prefill import (
     BASELINE,
     DEFAULT_RECIPES,
@@ -84,7 +84,7 @@ def prefill(
         text=tuple(text or ()),
         chunk_tokens=chunk,
         tokens=tokens,
-        device=_device(device),
+        device=str(resolve_device(device)),
     )
     with _progress(study) as progress:
         results = run_prefill(study, out, command=shlex.join(sys.argv), progress=progress)
@@ -176,17 +176,3 @@ def _progress(study: PrefillStudy) -> Iterator[Progress]:
             bar.update(task, description=recipe, completed=before + done)
 
         yield progress
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA GPU")
-    return name

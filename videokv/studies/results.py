@@ -59,7 +59,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class Results:
-    """A finished study, in the shape of results.json."""
+    """A finished study, in the shape of results.json (results.schema.json describes it).
+
+    protocol: which frames the quality metrics saw, by the names of ``videokv.metrics``; "none"
+    where the study compares no frames.
+    """
 
     study: str
     command: str
@@ -67,6 +71,7 @@ class Results:
     device: str
     versions: Mapping[str, str]
     rows: tuple[Row, ...]
+    protocol: str = "all"
 
     @property
     def summary(self) -> tuple[Summary, ...]:
@@ -88,6 +93,7 @@ class Results:
             "seed": self.seed,
             "device": self.device,
             "versions": dict(self.versions),
+            "protocol": self.protocol,
             "rows": [asdict(row) for row in self.rows],
             "summary": [asdict(line) for line in self.summary],
         }

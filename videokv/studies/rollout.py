@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from videokv.recipes import Recipe
 
 CONTEXT_FRAMES = 6
 CHUNK_FRAMES = 3
@@ -112,7 +115,7 @@ def get_clips(count: int, *, seed: int) -> Clips:
 
 def run_rollout(
     model: Any,
-    recipe_name: str,
+    recipe_name: str | Recipe,
     *,
     clips: Clips,
     numbers: Sequence[int],

@@ -11,7 +11,11 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
+from videokv.devices import resolve_device
+from videokv.outputs import check_file, check_folder, describe
+from videokv.stopping import INTERRUPTED
 from videokv.worldmodel.clips import (
     Clips,
     clips_from_split,
@@ -35,34 +39,43 @@ app = typer.Typer(no_args_is_help=True, help="The small world model that is ship
 _console = Console(stderr=True)
 
 Weights = Annotated[Path | None, typer.Option(help="Weights file; the shipped one by default.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")]
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Bad input and missing extras end with one line and exit code 2."""
+    """Bad input, missing extras and refused files: one line and exit code 2. Ctrl-C: 130."""
     try:
         yield
-    except (ValueError, ImportError) as error:
-        _console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        _console.print("stopped", highlight=False)
+        raise typer.Exit(INTERRUPTED) from None
+    except ImportError as error:
+        _say_error(str(error))
         raise typer.Exit(2) from None
+    except OSError as error:
+        _say_error(describe(error))
+        raise typer.Exit(2) from None
+    except ValueError as error:
+        _say_error(str(error))
+        raise typer.Exit(2) from None
+
+
+def _say_error(message: str) -> None:
+    line = Text.assemble(("error:", "red"), f" {message}")  # no markup: paths may hold brackets
+    _console.print(line, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    with Progress(console=_console, transient=True) as progress:
+    with Progress(console=_console, transient=True, disable=not _console.is_terminal) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu, cuda or auto, got {name!r}")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {name} was asked for, but no CUDA device is visible")
-    return name
+def _check_seed(seed: int) -> None:
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {seed}")
 
 
 def _autocast(device: str) -> torch.dtype | None:
@@ -87,6 +100,7 @@ def data(
                 "walk_frames must be positive and fit both splits, and seed within "
                 f"0..{HELDOUT_SEED // 2 - 1}; got {walk_frames} and {seed}"
             )
+        check_folder(out)
         splits = (("train", train_frames, seed), ("heldout", heldout_frames, HELDOUT_SEED + seed))
         for name, frames, first in splits:
             with _bar(f"playing {name}") as bar:
@@ -131,7 +145,8 @@ def train(
             seed=seed,
             compile=compile,
         )
-        config, where = WorldModelConfig(), _device(device)
+        check_folder(out)
+        config, where = WorldModelConfig(), str(resolve_device(device))
         typer.echo(train_model(load_split(data), out, options=options, config=config, device=where))
 
 
@@ -147,7 +162,9 @@ def sample(
 ) -> None:
     """Roll shipped clips out with a plain cache."""
     with _errors(), _bar("generating") as bar:
-        where, real = _device(device), load_clips(clips)
+        _check_seed(seed)
+        check_folder(out)
+        where, real = str(resolve_device(device)), load_clips(clips)
         model = load_weights(weights, device=where)
         cache = PlainCache(layers=model.config.blocks, window_chunks=model.config.window_chunks)
         frames = rollout(
@@ -188,7 +205,11 @@ def evaluate(
 ) -> None:
     """Compare rollouts with the real game: shipped clips first, more played with ViZDoom."""
     with _errors(), _bar("generating") as bar:
-        where = _device(device)
+        _check_seed(seed)
+        for path in (out, sheet):
+            if path is not None:
+                check_file(path)
+        where = str(resolve_device(device))
         model = load_weights(weights, device=where)
         real = _real_clips(clips, data, seed=seed, view_changes=not any_view)
         result = evaluate_model(
@@ -202,10 +223,10 @@ def evaluate(
             autocast=_autocast(where),
             progress=bar,
         )
-    if out is not None:
-        out.write_text(result.to_json())
-    if sheet is not None:
-        save_sheet(sheet, real, result.generated)
+        if out is not None:
+            out.write_text(result.to_json())
+        if sheet is not None:
+            save_sheet(sheet, real, result.generated)
     if json:
         typer.echo(result.to_json())
     else:

@@ -1,0 +1,105 @@
+"""The list of claims, the rules of judging, and the page."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from videokv import cli
+from videokv.report.claims_page import claims_page
+from videokv.studies.claims import Claim, EvidencePlan, Finding, judge_all
+from videokv.studies.claims import claim as rules
+from videokv.studies.claims.evidence import DIAGNOSED, ROLLED, Evidence
+from videokv.studies.claims.runner import CLAIMS
+from videokv.studies.results import versions
+from videokv.studies.variants import checked
+
+
+def test_rules_ask_for_two_standard_errors() -> None:
+    assert rules.above([1.0, 1.1, 0.9], "x").holds
+    assert not rules.above([3.0, -2.0], "x").holds
+    assert not rules.above([1.0, 1.1], "x", bound=1.04).holds
+    assert rules.below([-1.0, -1.1], "x").holds and not rules.below([0.5], "x").holds
+    assert rules.within([0.2, -0.4], "x", bound=0.3).holds
+    assert rules.above([2.0], "x").sem is None and rules.above([2.0], "x").holds
+    assert rules.above([1.0, 2.0], "gap", unit="dB").text == "gap: +1.5 ± 0.5 dB"
+
+
+def test_the_list_is_whole() -> None:
+    keys = [claim.key for claim in CLAIMS]
+    assert len(set(keys)) == len(keys) >= 20
+    assert sum(claim.judge is not None for claim in CLAIMS) >= 15
+    for claim in CLAIMS:
+        assert (claim.judge is None) == (not claim.rule) == (not claim.command), claim.key
+    assert {claim.paper for claim in CLAIMS} == {rules.CORRECTION_PAPER, rules.QUANTWM_PAPER}
+
+
+def test_every_variant_of_the_evidence_can_be_built() -> None:
+    assert len(checked(ROLLED)) == len(ROLLED) + 1 and len(checked(DIAGNOSED)) == len(DIAGNOSED) + 1
+
+
+def test_every_command_of_a_claim_is_one(capsys) -> None:
+    for name in {claim.command.split()[1] for claim in CLAIMS if claim.command}:
+        assert cli.main([name, "--help"]) == 0
+    capsys.readouterr()
+
+
+def fake(key: str, judge) -> Claim:
+    return Claim(
+        key, rules.QUANTWM_PAPER, "§1", f"{key} is | so", "videokv x", "r", "because", judge
+    )
+
+
+def test_verdicts_and_the_page(tmp_path: Path) -> None:
+    def missing(_):
+        raise rules.Untestable("no model")
+
+    claims = (
+        fake("yes", lambda e: Finding("f", 1.0, 0.1, 8, True, "dB")),
+        fake("no", lambda e: Finding("f", -1.0, None, 8, False)),
+        fake("gone", missing),
+        fake("never", None),
+    )
+    plan = EvidencePlan(tmp_path / "c", quick=True)
+    judged = judge_all(Evidence(plan, say=lambda *_: None), claims=claims)
+    assert [j.verdict for j in judged] == [
+        "holds",
+        "does not hold here",
+        "cannot be tested here",
+        "cannot be tested here",
+    ]
+    assert [j.why for j in judged] == ["", "because", "no model", "because"]
+    page = claims_page(judged, plan, versions=versions())
+    assert "1 holds, 1 does not hold here, 2 cannot be tested here" in page
+    assert "yes is \\| so" in page and "f: +1 ± 0.1 dB; n = 8" in page
+    assert "because" in page and "videokv claims --quick" in page
+    read = json.loads((tmp_path / "c" / "claims.json").read_text())
+    assert [r["verdict"] for r in read] == [j.verdict for j in judged]
+
+
+def test_closed_form_claims_hold(tmp_path: Path) -> None:
+    evidence = Evidence(EvidencePlan(tmp_path, quick=True), say=lambda *_: None)
+    chosen = [c for c in CLAIMS if c.key in ("unbiased", "taylor-above-exact")]
+    assert [j.verdict for j in judge_all(evidence, claims=chosen)] == ["holds", "holds"]
+
+
+def test_the_command_prints_and_writes_the_page(monkeypatch, capsys, tmp_path: Path) -> None:
+    from videokv.studies import claims as room
+
+    claims = (fake("yes", lambda e: Finding("f", 1.0, 0.1, 8, True, "dB")),)
+    real = room.judge_all
+    monkeypatch.setattr(room, "judge_all", lambda evidence: real(evidence, claims=claims))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["claims", "--quick", "--page", "docs/claims.md"]) == 0
+    assert "holds" in capsys.readouterr().out
+    assert (tmp_path / "docs" / "claims.md").read_text().startswith("# Which of the papers'")
+    assert cli.main(["claims", "--quick", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["value"] == 1.0
+
+
+def test_missing_figures_are_said(tmp_path: Path) -> None:
+    from videokv.studies.claims import evidence
+    from videokv.studies.results import Results
+
+    with pytest.raises(ValueError, match="no psnr_db of 'a'"):
+        evidence.column(Results("x", "", 0, "cpu", {}, ()), "psnr_db", "a")

@@ -1,0 +1,169 @@
+"""compare, kvsplit, tradeoff, ablate: rows, resuming, the schema, the grids, the commands."""
+
+import json
+
+import pytest
+import studies_fakes
+
+from videokv import cli
+from videokv.studies import grids, rollouts
+from videokv.studies.results import Results, Row
+from videokv.studies.rollouts import RolloutPlan, run_rollouts
+from videokv.studies.variants import Variant, checked, variant
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path) -> list[str]:
+    found: list[str] = []
+    studies_fakes.install(monkeypatch, found)
+    monkeypatch.chdir(tmp_path)
+    yield found
+    rollouts._model.cache_clear()
+    rollouts._clips.cache_clear()
+
+
+def plan(tmp_path, *names: str, **changes) -> RolloutPlan:
+    settings = {"clips": 2, "chunks": 2, "device": "cpu", **changes}
+    return RolloutPlan("compare", grids.compare_variants(names), tmp_path / "d", **settings)
+
+
+def test_rows_are_complete_and_valid(calls, tmp_path) -> None:
+    seen = []
+    results = run_rollouts(plan(tmp_path, "rtn-2bit"), on_unit=lambda *a: seen.append(a))
+    assert calls == ["bf16 0", "bf16 1", "rtn-2bit 0", "rtn-2bit 1"]
+    assert seen[-1] == ("rtn-2bit | clip-001", 4, 4)
+    metrics = {row.metric for row in results.rows if row.recipe == "rtn-2bit"}
+    assert {"psnr_db", "psnr_first_chunk_db", "ssim", "flicker", "identical_frames"} <= metrics
+    assert results.find("bf16", "psnr_db") is None
+    assert results.protocol == "all"
+    studies_fakes.check_schema(tmp_path / "d" / "results.json")
+
+
+def test_the_schema_refuses_what_is_not_a_study(tmp_path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    good = Results("x", "c", 0, "cpu", {}, (Row("a", "b", "psnr_db", 1.0),)).as_json()
+    for change in ({"protocol": "some"}, {"seed": -1}, {"rows": [{"case": "a"}]}, {"more": 1}):
+        (tmp_path / "r.json").write_text(json.dumps({**good, **change}))
+        with pytest.raises(jsonschema.ValidationError):
+            studies_fakes.check_schema(tmp_path / "r.json")
+
+
+def test_a_study_resumes_and_takes_more_recipes(calls, tmp_path) -> None:
+    first = run_rollouts(plan(tmp_path, "rtn-2bit"))
+    calls.clear()
+    assert run_rollouts(plan(tmp_path, "rtn-2bit")).rows == first.rows and not calls
+    run_rollouts(plan(tmp_path, "rtn-2bit", "rtn-4bit"))
+    assert calls == ["rtn-4bit 0", "rtn-4bit 1"]
+    with pytest.raises(ValueError, match="seed = 1"):
+        run_rollouts(plan(tmp_path, "rtn-2bit", seed=1))
+
+
+def test_chunk_rows(calls, tmp_path) -> None:
+    found = run_rollouts(plan(tmp_path, "rtn-2bit", chunk_rows=True)).summary
+    assert [s.metric for s in found if "chunk_0" in s.metric] == [
+        "psnr_chunk_01_db",
+        "psnr_chunk_02_db",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"clips": 0}, "clips must be"),
+        ({"chunks": 11}, "chunks must be 1 to 10"),
+        ({"window": 9}, "window must be 1 to 8"),
+        ({"workers": 0}, "workers must be"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_wrong_plans_are_refused(tmp_path, changes, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        plan(tmp_path, "rtn-2bit", **changes)
+
+
+def test_every_grid_can_be_built_and_labels_are_unique() -> None:
+    grids_of = [
+        grids.kvsplit_variants(["qvg-2bit", "quarot-2bit+taylor"]),
+        grids.tradeoff_variants("quarot"),
+        grids.ablate_variants(grids.ablation_parts()),
+    ]
+    for found in grids_of:
+        ready = checked(found)
+        assert ready[0].label == "bf16" and len(ready) == len({v.label for v in ready})
+    assert len(grids_of[1]) == 18
+    split = {v.label: v.recipe() for v in grids_of[0]}
+    assert split["qvg-2bit K2V16"].values is None and split["qvg-2bit K16V2"].keys is None
+    assert split["quarot-2bit+taylor K2V16"].correction == "taylor"
+    with pytest.raises(ValueError, match="qsac-psac"):
+        grids.ablate_variants(["nothing"])
+    with pytest.raises(ValueError, match="share the label"):
+        checked([variant("rtn-2bit", "a"), Variant("a", "rtn-4bit")])
+
+
+def test_the_pareto_front() -> None:
+    points = {"a": (2.0, 20.0), "b": (3.0, 30.0), "c": (3.0, 25.0), "d": (2.0, 20.0)}
+    rows = [
+        Row("clip-000", name, metric, value)
+        for name, pair in points.items()
+        for metric, value in zip(("bits_per_element", "psnr_db"), pair, strict=True)
+    ]
+    found = grids.pareto_rows(Results("t", "", 0, "cpu", {}, tuple(rows)))
+    assert {r.recipe: r.value for r in found} == {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["compare", "--recipes", "rtn-2bit"],
+        ["kvsplit", "--recipes", "qvg-2bit"],
+        ["tradeoff", "--bits", "2", "--groups", "32,64"],
+        ["ablate", "--parts", "metric"],
+        ["longrun", "--recipes", "rtn-2bit"],
+    ],
+    ids=lambda o: o[0],
+)
+def test_the_commands(calls, capsys, tmp_path, options) -> None:
+    assert cli.main([*options, "--clips", "1", "--out", "o", "--device", "cpu", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert read["study"] == options[0] and read["command"].startswith("videokv ")
+    studies_fakes.check_schema(tmp_path / "o" / "results.json")
+    figures = sorted(p.suffix for p in (tmp_path / "o" / "figures").glob("*"))
+    assert figures == {"tradeoff": 2, "longrun": 1}.get(options[0], 0) * [".json"] + (
+        {"tradeoff": 2, "longrun": 1}.get(options[0], 0) * [".png"]
+        + {"tradeoff": 2, "longrun": 1}.get(options[0], 0) * [".svg"]
+    )
+    assert cli.main([*options, "--clips", "1", "--out", "o", "--device", "cpu"]) == 0
+    assert "bf16" in capsys.readouterr().out
+
+
+def test_more_metrics_where_they_are_available(calls, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(rollouts.PERCEPTUAL, "flip", lambda x, y: 0.25)
+    found = run_rollouts(plan(tmp_path, "rtn-2bit", also=("flip",)))
+    assert found.find("rtn-2bit", "flip").mean == 0.25
+    with pytest.raises(ValueError, match="lpips_alex"):
+        plan(tmp_path, "rtn-2bit", also=("vmaf",))
+
+    def missing(x, y):
+        raise ValueError("no weights here")
+
+    monkeypatch.setitem(rollouts.PERCEPTUAL, "lpips_alex", missing)
+    calls.clear()
+    assert cli.main(["compare", "--recipes", "rtn-2bit", "--also", "lpips_alex"]) == 2
+    assert "no weights here" in capsys.readouterr().err and not calls
+
+
+def test_figures_of_a_finished_folder(calls, capsys, tmp_path) -> None:
+    run_rollouts(plan(tmp_path, "rtn-2bit"))
+    assert cli.main(["figures", "d"]) == 0
+    names = {p.name for p in (tmp_path / "d" / "figures").iterdir()}
+    assert names == {"frames.png", "frames.svg", "frames.json", "differences.mp4"}
+    assert cli.main(["figures", "d", "--clip", "clip-009"]) == 2
+    assert cli.main(["figures", "nowhere"]) == 2
+    assert "results.json" in capsys.readouterr().err
+
+
+def test_a_wrong_recipe_ends_with_2(calls, capsys) -> None:
+    assert cli.main(["compare", "--recipes", "rtn-2bt"]) == 2
+    assert "rtn-2bit" in capsys.readouterr().err
+    assert cli.main(["tradeoff", "--bits", "two"]) == 2
+    assert "--bits" in capsys.readouterr().err and not calls

@@ -1,0 +1,53 @@
+"""``videokv claims``: judge the papers' claims and write the page."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from videokv.report.studies_cli import AsJson, Device, Ray, Seed, Workers, progress
+
+
+def claims(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="2 chunks a clip, few layers: minutes on two cores.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the runs; resumed.")] = Path(
+        "videokv-claims"
+    ),
+    page: Annotated[
+        Path | None, typer.Option(help="Where the page goes. Default: claims.md in the folder.")
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    workers: Workers = 2,
+    ray: Ray = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which claims of the two papers hold on the shipped world model, with figures and reasons."""
+    from videokv.report.claims_page import claims_page
+    from videokv.studies.claims import Evidence, EvidencePlan, judge_all
+    from videokv.studies.results import versions, write_bytes
+
+    plan = EvidencePlan(out, quick, seed, device, workers, ray)
+    began = time.perf_counter()
+    with progress() as on_unit:
+        judged = judge_all(Evidence(plan, say=on_unit))
+    minutes = (time.perf_counter() - began) / 60
+    text = claims_page(judged, plan, versions=versions())
+    page = out / "claims.md" if page is None else page
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(page, text.encode())
+    if as_json:
+        print(json.dumps([each.as_json() for each in judged], indent=1, allow_nan=False))
+        return
+    for each in judged:
+        figure = "" if each.finding is None else each.finding.text
+        print(f"{each.verdict:<22} {each.claim.key:<27} {figure}")
+    print(f"\npage  {page}")
+    print(f"{minutes:.1f} minutes", file=sys.stderr)

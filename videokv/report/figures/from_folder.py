@@ -1,0 +1,84 @@
+"""The figures that a study's folder has data for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from videokv.report.figures.curves import nll_by_chunk, psnr_by_chunk, save_by_chunk
+from videokv.report.figures.frames import save_difference_video, save_frames_side_by_side
+from videokv.report.figures.sets import save_diagnostics, save_memory, save_tradeoff
+from videokv.studies.demo import GAME, load_frames
+from videokv.studies.results import Results, Row
+from videokv.studies.variants import REFERENCE
+
+SHOWN_FRAMES = 6
+SHOWN_CLIPS = 8
+
+
+def read_results(folder: Path) -> Results:
+    """results.json of a folder; ValueError where it is missing or is not one."""
+    path = folder / "results.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no results.json; run a study into it first")
+    try:
+        read = json.loads(path.read_text())
+        rows = tuple(Row(**row) for row in read["rows"])
+        return Results(
+            read["study"], read["command"], read["seed"], read["device"], read["versions"], rows,
+            read["protocol"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the results of a study: {error!r}") from error
+
+
+def save_figures(folder: Path, *, clip: str = "clip-000") -> list[Path]:
+    """Everything that can be drawn, into ``folder/figures``.
+
+    Raises ValueError where nothing can: no results, no data of a figure, no frames of ``clip``.
+    """
+    results, out = read_results(folder), folder / "figures"
+    if results.study == "diagnose":
+        return save_diagnostics(json.loads((folder / "diagnostics.json").read_text()), out)
+    if results.study == "memory":
+        return save_memory(held_by_model(results), out, title="KV cache at 480p")
+    made: list[Path] = []
+    if results.study == "prefill":
+        made += save_by_chunk(nll_by_chunk(results), out, metric="nll")
+    if results.study == "tradeoff":
+        made += save_tradeoff(results, out)
+    if results.study == "longrun":
+        made += save_by_chunk(psnr_by_chunk(results), out, metric="psnr_db")
+    if (folder / "frames").is_dir():
+        made += save_frames(folder, out, clip=clip)
+    if not made:
+        raise ValueError(f"{folder} ({results.study}) has no data that a figure is made of")
+    return made
+
+
+def save_frames(folder: Path, out: Path, *, clip: str) -> list[Path]:
+    """Frames side by side and a difference video of up to eight rollouts, the reference first."""
+    found: dict[str, Any] = {}
+    for place in sorted((folder / "frames").iterdir(), key=lambda p: (p.name != REFERENCE, p.name)):
+        path = place / f"{clip}.npz"
+        if place.name != GAME and path.is_file() and len(found) < SHOWN_CLIPS:
+            found[place.name] = load_frames(path)
+    if REFERENCE not in found:
+        raise ValueError(f"{folder / 'frames' / REFERENCE} has no {clip}; name another --clip")
+    length = len(found[REFERENCE])
+    numbers = np.unique(np.linspace(0, length - 1, min(SHOWN_FRAMES, length)).round().astype(int))
+    out.mkdir(parents=True, exist_ok=True)
+    made = list(save_frames_side_by_side(found, out, frames=numbers.tolist()))
+    return [*made, save_difference_video(found, out / "differences.mp4")]
+
+
+def held_by_model(results: Results) -> dict[str, dict[str, float]]:
+    """model → recipe → bytes held at 480p, from a memory study."""
+    sizes: dict[str, dict[str, float]] = {}
+    for row in results.rows:
+        if row.metric == "held_bytes" and row.case.endswith(" 480p"):
+            sizes.setdefault(row.case.removesuffix(" 480p"), {})[row.recipe] = row.value
+    return sizes

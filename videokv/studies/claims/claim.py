@@ -1,0 +1,83 @@
+"""A claim, and what was found about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from videokv.studies.results import mean_sem_n
+
+if TYPE_CHECKING:
+    from videokv.studies.claims.evidence import Evidence
+
+Verdict = Literal["holds", "does not hold here", "cannot be tested here"]
+CLEAR_SEMS = 2.0  # a difference counts where it is this many standard errors from its bound
+CORRECTION_PAPER = "2605.26266"
+QUANTWM_PAPER = "2609.26425"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """figure: in words what the number is; value ± sem over n cases (sem None: exact or single).
+
+    holds: the claimed relation, by the claim's own rule.
+    """
+
+    figure: str
+    value: float
+    sem: float | None
+    n: int
+    holds: bool
+    unit: str = ""
+
+    @property
+    def text(self) -> str:
+        error = "" if self.sem is None else f" ± {self.sem:.2g}"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.figure}: {self.value:+.4g}{error}{unit}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """says: the claim in our words. where: in the paper. command: what measures it here.
+
+    rule: when it counts as holding. otherwise: the likely reason where it does not. judge: None
+    for a claim that cannot be tested here, ``otherwise`` then says why.
+    """
+
+    key: str
+    paper: str
+    where: str
+    says: str
+    command: str
+    rule: str
+    otherwise: str
+    judge: Callable[[Evidence], Finding] | None
+
+    def __post_init__(self) -> None:
+        for name in ("key", "paper", "where", "says", "otherwise"):
+            if not getattr(self, name):
+                raise ValueError(f"a claim needs {name}, {self.key!r} has none")
+
+
+class Untestable(ValueError):
+    """The evidence cannot be had on this machine; the message says why."""
+
+
+def above(values: Sequence[float], figure: str, *, bound: float = 0.0, unit: str = "") -> Finding:
+    """Holds where the mean is above the bound by two standard errors (or at all, for one case)."""
+    mean, sem, n = mean_sem_n(values)
+    return Finding(figure, mean, sem, n, mean - CLEAR_SEMS * (sem or 0.0) > bound, unit)
+
+
+def below(values: Sequence[float], figure: str, *, bound: float = 0.0, unit: str = "") -> Finding:
+    """Holds where the mean is below the bound by two standard errors."""
+    mean, sem, n = mean_sem_n(values)
+    return Finding(figure, mean, sem, n, mean + CLEAR_SEMS * (sem or 0.0) < bound, unit)
+
+
+def within(values: Sequence[float], figure: str, *, bound: float, unit: str = "") -> Finding:
+    """Holds where the mean lies within ± bound; no error is asked for, the bound is the rule."""
+    mean, sem, n = mean_sem_n(values)
+    return Finding(figure, mean, sem, n, abs(mean) <= bound, unit)

@@ -1,0 +1,157 @@
+"""Bytes of a cache and the longest rollout within a budget, for the models people run.
+
+    dense   chunks x chunk_tokens x 2 (K and V) x Hkv x D x 2 bytes x layers x branches
+    held    the same at counted bits an element
+    peak    held + the current chunk in BF16 + one layer's past decoded (the workspace)
+
+Bits are counted from a chunk that is really packed; a model's shape is that of its sources. No
+model is loaded. Models that keep no cache (SkyReels-V2, FramePack) are not in the list.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from videokv.studies.demo import check_folder
+from videokv.studies.results import Results, Row, versions, write_json
+
+BF16_BYTES = 2
+SIDES = 2  # keys and values
+GIB = 2**30
+RESOLUTIONS = {"480p": (480, 832), "720p": (720, 1280)}
+DEFAULT_RECIPES = ("bf16", "quarot-2bit", "qvg-2bit", "quantwm-2bit")
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model caches. patch_px: pixels of a token's side; chunk_frames: latent frames that
+    are committed together; branches: caches kept at once (guidance)."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    chunk_frames: int
+    patch_px: int = 16
+    branches: int = 1
+
+    def chunk_tokens(self, resolution: str) -> int:
+        """Tokens of a chunk at "480p" (480 x 832) or "720p" (720 x 1280), frames cut to patches."""
+        if resolution not in RESOLUTIONS:
+            raise ValueError(f"resolution must be one of {tuple(RESOLUTIONS)}, got {resolution!r}")
+        height, width = RESOLUTIONS[resolution]
+        return self.chunk_frames * (height // self.patch_px) * (width // self.patch_px)
+
+    @property
+    def token_bytes(self) -> int:
+        """BF16 keys and values of one token, all layers and branches."""
+        return SIDES * self.layer_token_bytes * self.layers * self.branches
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """One side of one layer."""
+        return self.kv_heads * self.head_dim * BF16_BYTES
+
+
+MODELS: tuple[CacheShape, ...] = (
+    CacheShape("self-forcing", 30, 12, 128, 3),
+    CacheShape("causal-forcing", 30, 12, 128, 3),
+    CacheShape("matrix-game-2", 30, 12, 128, 3),
+    CacheShape("lingbot-world-v2", 40, 40, 128, 3),
+    CacheShape("longlive-2", 30, 24, 128, 8, patch_px=32),
+    CacheShape("krea-realtime-14b", 40, 40, 128, 3),
+    CacheShape("magi-1-4.5b", 34, 8, 128, 6),
+    CacheShape("magi-1-24b", 48, 8, 128, 6),
+    CacheShape("hy-worldplay-8b", 54, 16, 128, 4, branches=2),
+    CacheShape("longcat-video", 48, 32, 128, 4),
+)
+MODEL_NAMES = tuple(shape.name for shape in MODELS)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a cache of some chunks. peak_bytes counts the current chunk and the workspace."""
+
+    dense_bytes: float
+    held_bytes: float
+    workspace_bytes: float
+    peak_bytes: float
+
+
+def model(name: str) -> CacheShape:
+    """A model by name; ValueError lists those there are."""
+    for shape in MODELS:
+        if shape.name == name:
+            return shape
+    raise ValueError(f"unknown model {name!r}; expected one of {', '.join(MODEL_NAMES)}")
+
+
+def held(shape: CacheShape, recipe: str, *, resolution: str, chunks: int) -> Held:
+    """The bytes of ``chunks`` committed chunks."""
+    tokens = shape.chunk_tokens(resolution)
+    dense = chunks * tokens * shape.token_bytes
+    packed = dense * _bits(recipe, tokens, shape.head_dim) / 16
+    workspace = 0 if recipe == "bf16" else SIDES * chunks * tokens * shape.layer_token_bytes
+    current = tokens * shape.token_bytes
+    return Held(dense, packed, workspace, packed + current + workspace)
+
+
+def longest(shape: CacheShape, recipe: str, *, resolution: str, budget_bytes: float) -> int:
+    """Committed chunks whose peak fits the budget (0: not one)."""
+    one = held(shape, recipe, resolution=resolution, chunks=1)
+    current = shape.chunk_tokens(resolution) * shape.token_bytes
+    return max(0, int((budget_bytes - current) // (one.peak_bytes - current)))
+
+
+def run_memory(
+    out: Path,
+    *,
+    recipes: tuple[str, ...] = DEFAULT_RECIPES,
+    models: tuple[str, ...] = MODEL_NAMES,
+    budget_gib: float = 24.0,
+    frames: int = 24,
+    command: str = "",
+) -> Results:
+    """Rows for every model, resolution and recipe; case ``<model> <resolution>``.
+
+    frames: latent frames whose bytes are shown, rounded up to chunks. budget_gib: for the cache
+    alone, weights and activations not counted.
+
+    Raises ValueError on an unknown model or recipe, and on a budget or length that is not positive.
+    """
+    if not budget_gib > 0 or frames < 1:
+        raise ValueError(f"budget and frames must be positive, got {budget_gib} and {frames}")
+    shapes = [model(name) for name in models]
+    check_folder(out)
+    rows: list[Row] = []
+    for shape in shapes:
+        chunks = -(-frames // shape.chunk_frames)
+        for resolution in RESOLUTIONS:
+            case = f"{shape.name} {resolution}"
+            for recipe in recipes:
+                size = held(shape, recipe, resolution=resolution, chunks=chunks)
+                count = longest(shape, recipe, resolution=resolution, budget_bytes=budget_gib * GIB)
+                figures = {
+                    "bits_per_element": _bits(
+                        recipe, shape.chunk_tokens(resolution), shape.head_dim
+                    ),
+                    "dense_bytes": size.dense_bytes,
+                    "held_bytes": size.held_bytes,
+                    "workspace_bytes": size.workspace_bytes,
+                    "peak_bytes": size.peak_bytes,
+                    "ratio": size.dense_bytes / size.held_bytes,
+                    "longest_latent_frames": float(count * shape.chunk_frames),
+                }
+                rows += [Row(case, recipe, name, float(v)) for name, v in figures.items()]
+    results = Results("memory", command, 0, "cpu", versions(), tuple(rows), protocol="none")
+    write_json(out / "results.json", results.as_json())
+    return results
+
+
+@functools.lru_cache(maxsize=256)
+def _bits(recipe: str, tokens: int, head_dim: int) -> float:
+    from videokv.recipes import bits_per_element
+
+    return float(bits_per_element(recipe, tokens=tokens, head_dim=head_dim))

@@ -1,0 +1,220 @@
+"""Paired rollouts of the shipped world model: any recipes, the same clips, actions and noise.
+
+Studies say which variants to run; this runs them, measures every one against the rollout with the
+BF16 cache, and keeps a journal. A unit is one variant and one clip.
+
+    out/rows.jsonl, out/results.json, out/frames/<label>/<clip>.npz
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import videokv
+from videokv.devices import resolve_device as resolve_device
+from videokv.metrics import flicker, flip, lpips, psnr, sharpness, ssim
+from videokv.outputs import check_folder
+from videokv.studies import rollout as seam
+from videokv.studies.demo import case_name, frames_path, load_frames, save_frames
+from videokv.studies.journal import Journal
+from videokv.studies.results import Results, Row, versions, write_json
+from videokv.studies.variants import REFERENCE, Variant, checked
+from videokv.studies.workers import run_units
+
+OnUnit = Callable[[str, int, int], None]
+PERCEPTUAL: dict[str, Callable[[Any, Any], float]] = {
+    "lpips_alex": lambda x, y: lpips(x, y, net="alex"),
+    "lpips_vgg": lambda x, y: lpips(x, y, net="vgg"),
+    "flip": flip,
+}
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """What to run; checked here, before any work. The reference is put first.
+
+    chunk_rows: also give psnr_db of every chunk, as ``psnr_chunk_01_db``, ...
+    also: names of ``PERCEPTUAL``, which need weights or packages of their own.
+    workers, ray: see ``workers.run_units``.
+    """
+
+    study: str
+    variants: tuple[Variant, ...]
+    out: Path
+    command: str = ""
+    clips: int = 8
+    chunks: int = 2
+    seed: int = 0
+    device: str = "auto"
+    window: int | None = None
+    chunk_rows: bool = False
+    also: tuple[str, ...] = ()
+    workers: int = 1
+    ray: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.clips < 1:
+            raise ValueError(f"clips must be at least 1, got {self.clips}")
+        if not 1 <= self.chunks <= seam.MAX_CHUNKS:
+            raise ValueError(f"chunks must be 1 to {seam.MAX_CHUNKS}, got {self.chunks}")
+        if self.window is not None and not 1 <= self.window <= seam.MAX_WINDOW_CHUNKS:
+            raise ValueError(
+                f"window must be 1 to {seam.MAX_WINDOW_CHUNKS} chunks, got {self.window}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed must be 0 or more, got {self.seed}")
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        unknown = [name for name in self.also if name not in PERCEPTUAL]
+        if unknown:
+            raise ValueError(f"also takes some of {tuple(PERCEPTUAL)}, got {unknown}")
+        object.__setattr__(self, "variants", checked(self.variants))
+
+
+def run_rollouts(plan: RolloutPlan, *, on_unit: OnUnit | None = None) -> Results:
+    """Run what is not in the folder yet and write ``results.json``.
+
+    on_unit: called with (label and clip, units done, units) after each.
+
+    Raises:
+        ValueError: another study's folder, a device that is not here, too many clips.
+        OSError: the folder cannot be written.
+    """
+    device = resolve_device(plan.device)
+    check_folder(plan.out)
+    seam.get_clips(plan.clips, seed=plan.seed)  # refuses before any work
+    probe = np.zeros((1, 64, 64, 3), np.uint8)
+    for name in plan.also:
+        PERCEPTUAL[name](probe, probe)  # so does a metric that is not available
+    with Journal(plan.out, _fingerprint(plan, device), check=unit_rows) as journal:
+        for stage in _stages(plan):
+            waiting = {key: unit for key, unit in stage.items() if key not in journal.done}
+            arguments = {
+                key: (item, number, plan.clips, plan.chunks, plan.seed, plan.window, str(device))
+                for key, (item, number) in waiting.items()
+            }
+            done = run_units(roll_unit, arguments, workers=plan.workers, ray=plan.ray)
+            for key, rolled in done:
+                journal.append(key, _measured(plan, *stage[key], rolled))
+                if on_unit is not None:
+                    on_unit(key, len(journal.done), len(plan.variants) * plan.clips)
+        rows = [
+            row for stage in _stages(plan) for key in stage for row in unit_rows(journal.done[key])
+        ]
+    results = Results(
+        plan.study, plan.command, plan.seed, str(device), versions(), tuple(rows), protocol="all"
+    )
+    write_json(plan.out / "results.json", results.as_json())
+    return results
+
+
+def unit_rows(unit: Mapping[str, Any]) -> list[Row]:
+    """The rows of a journal's unit; KeyError, TypeError or ValueError where it has none."""
+    return [Row(*row) for row in unit["rows"]]
+
+
+def roll_unit(
+    item: Variant,
+    number: int,
+    clips: int,
+    chunks: int,
+    seed: int,
+    window: int | None,
+    device: str,
+) -> seam.Rollout:
+    """One clip under one variant; runs in this process or in another."""
+    found = _clips(clips, seed)
+    return seam.run_rollout(
+        _model(device), item.recipe(), clips=found, numbers=[number], chunks=chunks, seed=seed,
+        window_chunks=window, on_chunk=lambda: None,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def _model(device: str) -> Any:
+    return seam.load_model(torch.device(device))
+
+
+@functools.lru_cache(maxsize=1)
+def _clips(count: int, seed: int) -> seam.Clips:
+    return seam.get_clips(count, seed=seed)
+
+
+def with_rows(results: Results, rows: list[Row], out: Path) -> Results:
+    """The results with rows added that follow from them, written again."""
+    fuller = replace(results, rows=(*results.rows, *rows))
+    write_json(out / "results.json", fuller.as_json())
+    return fuller
+
+
+def _stages(plan: RolloutPlan) -> list[dict[str, tuple[Variant, int]]]:
+    """The reference's units, which the others are measured against, then theirs."""
+    units = {
+        f"{item.label} | {case_name(n)}": (item, n)
+        for item in plan.variants
+        for n in range(plan.clips)
+    }
+    first = {key: unit for key, unit in units.items() if unit[0].label == REFERENCE}
+    return [first, {key: unit for key, unit in units.items() if key not in first}]
+
+
+def _fingerprint(plan: RolloutPlan, device: torch.device) -> dict[str, Any]:
+    """Variants are left out: more of them may be run in the same folder later."""
+    return {
+        "study": plan.study,
+        "clips": plan.clips,
+        "chunks": plan.chunks,
+        "seed": plan.seed,
+        "window": plan.window,
+        "device": device.type,
+        "chunk_rows": plan.chunk_rows,
+        **({"also": list(plan.also)} if plan.also else {}),
+        "model": seam.model_digest(_model(str(device))),
+        "videokv": videokv.__version__,
+    }
+
+
+def _measured(
+    plan: RolloutPlan, item: Variant, number: int, rolled: seam.Rollout
+) -> Mapping[str, Any]:
+    case, frames = case_name(number), rolled.frames[0].numpy()
+    save_frames(frames_path(plan.out, item.path_name, case), frames)
+    figures: dict[str, float] = {
+        "cached_mass": float(np.mean(rolled.mass_by_layer[0])),
+        "sharpness": sharpness(frames),
+        "bits_per_element": rolled.cache.bits_per_element,
+        "held_bytes": rolled.cache.held_bytes,
+        "dense_bytes": rolled.cache.dense_bytes,
+        "ratio": rolled.cache.ratio,
+        "seconds_per_chunk": rolled.seconds_per_chunk,
+    }
+    if item.label != REFERENCE:
+        reference = load_frames(frames_path(plan.out, REFERENCE, case))
+        figures |= _distances(frames, reference, chunk_rows=plan.chunk_rows)
+        figures |= {name: PERCEPTUAL[name](frames, reference) for name in plan.also}
+    return {"rows": [(case, item.label, name, value) for name, value in figures.items()]}
+
+
+def _distances(frames: Any, reference: Any, *, chunk_rows: bool) -> dict[str, float]:
+    distance = psnr(frames, reference)
+    by_frame, size = distance.per_frame_db, seam.CHUNK_FRAMES
+    figures = {
+        "psnr_db": distance.psnr_db,
+        "psnr_pooled_db": distance.psnr_pooled_db,
+        "psnr_first_chunk_db": float(np.mean(by_frame[:size])),
+        "identical_frames": float(distance.identical_frames),
+        "ssim": ssim(frames, reference),
+        "flicker": flicker(frames, reference),
+    }
+    if chunk_rows:
+        for chunk in range(len(by_frame) // size):
+            part = by_frame[chunk * size : (chunk + 1) * size]
+            figures[f"psnr_chunk_{chunk + 1:02d}_db"] = float(np.mean(part))
+    return figures
