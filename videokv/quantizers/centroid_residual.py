@@ -24,6 +24,7 @@ from videokv.kernels.assign_centroids import (
 )
 from videokv.kernels.pack_codes import pack
 from videokv.kernels.quantize_groups import GroupedCodes, quantize_groups, reach, real_steps
+from videokv.kernels.reconstruct import Parts, fused, inner_parts
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers import register
@@ -105,8 +106,16 @@ class CentroidChunk:
         """(B, H, T, D) of the tensor that was encoded."""
         return self.residual.shape
 
+    def parts(self) -> Parts | None:
+        """Those of the residual with the centroids, None where they do not go together."""
+        inner = inner_parts(self.residual)
+        return None if inner is None else inner.with_stages(self.clusters)
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Residual plus centroids, added in float32: ``[B, H, T, D]``."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         total = self.residual.decode(torch.float32)
         for clusters in self.clusters:
             total.add_(clusters.gather())

@@ -20,6 +20,7 @@ from videokv.kernels.quantize_groups import (
     quantize_groups,
     real_steps,
 )
+from videokv.kernels.reconstruct import Parts, fused
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
@@ -53,8 +54,26 @@ class GroupedChunk:
         """uint8 ``[B, H, T, D]``."""
         return unpack(self.packed, bits=self.format.bits, count=self.head_dim)
 
+    def parts(self) -> Parts:
+        """Itself, as the reconstruction kernel sees it."""
+        return Parts(
+            codes=self.packed,
+            bits=self.format.bits,
+            tokens=self.packed.shape[2],
+            head_dim=self.head_dim,
+            group_size=self.format.group_size,
+            steps=self.steps,
+            axis=self.format.axis,
+            scale=self.normaliser,
+            zero="none" if self.zeros is None else self.format.zero_point,
+            zeros=self.zeros,
+        )
+
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Reconstruct ``[B, H, T, D]``; transient: one float32 copy of the chunk and its codes."""
+        """Reconstruct ``[B, H, T, D]``; transient on the CPU: a float32 copy and the codes."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         grouped = GroupedCodes(self.codes(), self.steps, self.zeros, self.normaliser)
         return dequantize_groups(grouped, format=self.format, dtype=dtype)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from videokv.kernels.assign_centroids import Clusters, gather_centroids, nearest
 from videokv.kernels.pack_codes import pack, unpack
+from videokv.kernels.reconstruct import Parts, fused
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
@@ -63,8 +64,25 @@ class TwoLevelChunk:
         """Delta in float32 ``[B, H, T, G]``."""
         return self.steps.float() * self.scale.float()
 
+    def parts(self) -> Parts:
+        """Itself, as the reconstruction kernel sees it."""
+        return Parts(
+            codes=self.packed,
+            bits=BITS,
+            tokens=self.steps.shape[2],
+            head_dim=self.shape[3],
+            group_size=self.group_size,
+            steps=self.steps,
+            scale=self.scale,
+            zero="packed",
+            zeros=self.zeros,
+        )
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Reconstruct ``[B, H, T, D]``; the arithmetic is float32."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         batch, heads, tokens, size = self.shape
         groups = self.steps.shape[3]
         codes = unpack(self.packed, bits=BITS, count=tokens * size).float()

@@ -1,0 +1,264 @@
+"""The Triton kernel: a program reconstructs a block of tokens of one head in registers.
+
+Bytes per element that must move: bits / 8 and the steps in, the output's width out; centroid tables
+and the rotation matrix stay in the caches. The rotation is a product of the block with the matrix
+(FP16 operands for 8- and 16-bit outputs, each token scaled by its largest value, so the operands'
+rounding is 2^-12 of it; float32 for float32). Tokens, heads and table sizes are plain arguments: a
+new length compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from videokv.kernels.numbers import decode_e4m3, encode_e4m3, unpack_rows
+from videokv.kernels.pack_codes import packed_length
+from videokv.kernels.quantize_groups.layout import reach
+from videokv.kernels.reconstruct.parts import Parts
+from videokv.rotation import Rotation
+from videokv.tensors import E4M3
+
+BLOCK_ELEMENTS = 8192  # of one program: 64 tokens of 128 channels
+_ZERO = {"none": 0, "offset": 1, "integer": 2, "packed": 3}
+_COUNTS = ["heads", "tokens", "time_groups", "out_b", "out_h", "size0", "size1", "size2", "size3"]
+
+
+def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+    """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
+    batch, heads, tokens, size = parts.shape
+    block = max(16, triton.next_power_of_2(size))
+    rows = max(16, min(128, BLOCK_ELEMENTS // block))
+    wide = out.dtype == torch.float32
+    low = None if parts.low_rank is None else parts.low_rank.dense(tokens)
+    rank = 0 if low is None else low.codes.shape[3]
+    matrix = None if parts.rotation is None else _matrix(parts.rotation, out.device, wide)
+    as_bytes = out.dtype == E4M3
+    with _on(out.device):
+        _kernel[(triton.cdiv(tokens, rows), batch * heads)](
+            out.view(torch.uint8) if as_bytes else out,
+            *out.stride(),
+            heads,
+            tokens,
+            parts.steps.shape[2],
+            parts.codes.contiguous(),
+            _bytes(parts.steps),
+            _whole(parts.scale),
+            _whole(parts.zeros),
+            _whole(factor),
+            *_stage_arguments(parts),
+            None if low is None else low.codes.contiguous(),
+            None if low is None else low.scales.contiguous(),
+            None if low is None else low.basis.contiguous(),
+            matrix,
+            1.0 / math.sqrt(size),
+            D=size,
+            BD=block,
+            BT=rows,
+            BITS=parts.bits,
+            REACH=reach(parts.bits),
+            ROW_BYTES=packed_length(size, bits=parts.bits),
+            GROUP=parts.group_size,
+            BY_TOKEN=parts.axis == "token",
+            WHOLE_GROUPS=_whole_groups(parts, block),
+            ZERO=_ZERO[parts.zero],
+            STEP_BYTES=parts.steps.dtype == E4M3,
+            STAGES=len(parts.stages),
+            RANK=rank,
+            BR=max(16, triton.next_power_of_2(max(1, rank))),
+            WIDE=wide,
+            AS_BYTES=as_bytes,
+            ALIGN=_alignment(out),
+            num_warps=8 if parts.rotation is not None else 4,
+            enable_fp_fusion=False,  # the same roundings as the reference
+        )
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    out,
+    out_b,
+    out_h,
+    out_t,
+    out_d,
+    heads,
+    tokens,
+    time_groups,
+    packed,
+    steps,
+    scale,
+    zeros,
+    factor,
+    ids0,
+    table0,
+    size0,
+    ids1,
+    table1,
+    size1,
+    ids2,
+    table2,
+    size2,
+    ids3,
+    table3,
+    size3,
+    low_codes,
+    low_scales,
+    basis,
+    matrix,
+    matrix_scale,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    BITS: tl.constexpr,
+    REACH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr,
+    ZERO: tl.constexpr,
+    STEP_BYTES: tl.constexpr,
+    STAGES: tl.constexpr,
+    RANK: tl.constexpr,
+    BR: tl.constexpr,
+    WIDE: tl.constexpr,
+    AS_BYTES: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    live = token < tokens
+    row = head * tokens + token
+    channel = tl.arange(0, BD)
+    inside = live[:, None] & (channel < D)[None, :]
+    groups: tl.constexpr = D // GROUP
+
+    codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD).to(tl.float32)
+
+    if BY_TOKEN:
+        group = tl.arange(0, BD // GROUP) if WHOLE_GROUPS else channel // GROUP
+        place = row[:, None] * groups + group[None, :]
+        used = live[:, None] & (group < groups)[None, :]
+    else:
+        place = (head * time_groups + token // GROUP)[:, None] * D + channel[None, :]
+        used = inside
+    step = tl.load(steps + place, mask=used, other=0)
+    step = decode_e4m3(step) if STEP_BYTES else step.to(tl.float32)
+    if scale is not None:
+        step = step * tl.load(scale + head).to(tl.float32)
+    if ZERO == 0:
+        offset = step * -REACH
+    elif ZERO == 3:
+        number = token[:, None].to(tl.int64) * groups + group[None, :]
+        head_bytes = (tokens.to(tl.int64) * groups + 3) // 4
+        byte = tl.load(zeros + head * head_bytes + number // 4, mask=used, other=0).to(tl.int32)
+        offset = ((byte >> (6 - 2 * (number % 4)).to(tl.int32)) & 3).to(tl.float32)
+    else:
+        offset = tl.load(zeros + place, mask=used, other=0).to(tl.float32)
+        if ZERO == 2:
+            offset = tl.where(step > 0, offset * -step, offset)
+
+    if WHOLE_GROUPS:
+        codes = tl.reshape(codes, [BT, BD // GROUP, GROUP])
+        step = step[:, :, None]
+        offset = offset[:, :, None]
+    values = (codes - offset) * step if ZERO == 3 else codes * step + offset
+    if WHOLE_GROUPS:
+        values = tl.reshape(values, [BT, BD])
+
+    if STAGES > 0:
+        values += _centroids(ids0, table0, size0, head, row, live, inside, channel, D)
+    if STAGES > 1:
+        values += _centroids(ids1, table1, size1, head, row, live, inside, channel, D)
+    if STAGES > 2:
+        values += _centroids(ids2, table2, size2, head, row, live, inside, channel, D)
+    if STAGES > 3:
+        values += _centroids(ids3, table3, size3, head, row, live, inside, channel, D)
+
+    if matrix is not None:
+        square = matrix + channel[:, None] * D + channel[None, :]
+        turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0)
+        if WIDE:
+            values = tl.dot(values, turn, input_precision="ieee") * matrix_scale
+        else:
+            largest = tl.max(tl.abs(values), 1)
+            inverse = 1.0 / tl.where(largest > 0, largest, 1.0)
+            halves = (values * inverse[:, None]).to(tl.float16)
+            values = tl.dot(halves, turn) * (largest * matrix_scale)[:, None]
+
+    if RANK > 0:
+        rank = tl.arange(0, BR)
+        some = live[:, None] & (rank < RANK)[None, :]
+        small = tl.load(low_codes + row[:, None] * RANK + rank[None, :], mask=some, other=0)
+        across = basis + head * D * RANK + channel[None, :] * RANK + rank[:, None]
+        span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
+        weight = tl.load(low_scales + row, mask=live, other=0).to(tl.float32)
+        if WIDE:
+            added = tl.dot(small.to(tl.float32), span.to(tl.float32), input_precision="ieee")
+        else:
+            added = tl.dot(small.to(tl.float16), span.to(tl.float32).to(tl.float16))
+        values += added * weight[:, None]
+
+    if factor is not None:
+        values = values * tl.load(factor + head)
+    base = (head // heads) * out_b + (head % heads) * out_h
+    base = tl.multiple_of(base, ALIGN)
+    target = out + base + token[:, None].to(tl.int64) * out_t + channel[None, :] * out_d
+    if AS_BYTES:
+        tl.store(target, encode_e4m3(values), mask=inside)
+    else:
+        if out.dtype.element_ty == tl.float16:
+            values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
+        tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _centroids(ids, table, size, head, row, live, inside, channel, D: tl.constexpr):
+    label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
+    place = ((head * size + label) * D)[:, None] + channel[None, :]
+    return tl.load(table + place, mask=inside, other=0).to(tl.float32)
+
+
+def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:
+    arguments: list[Tensor | int | None] = []
+    for stage in parts.stages:
+        arguments += [stage.ids.contiguous(), stage.table.contiguous(), stage.table.shape[2]]
+    return arguments + [None, None, 1] * (4 - len(parts.stages))
+
+
+def _whole_groups(parts: Parts, block: int) -> bool:
+    """Whether a step serves a block of channels of a power of two: loaded once, not per channel."""
+    size = parts.group_size
+    return parts.axis == "token" and size & (size - 1) == 0 and size <= block
+
+
+@functools.lru_cache(maxsize=64)
+def _matrix(rotation: Rotation, device: torch.device, wide: bool) -> Tensor:
+    """H sqrt(D): for powers of two its entries are 1 and -1, exact in FP16."""
+    exact = rotation.matrix(dtype=torch.float64) * math.sqrt(rotation.head_dim)
+    return exact.to(device, torch.float32 if wide else torch.float16).contiguous()
+
+
+def _alignment(out: Tensor) -> int:
+    """What all rows' addresses are multiples of, in elements (at most 16)."""
+    steps = [out.stride(axis) for axis in (0, 1) if out.shape[axis] > 1]
+    return math.gcd(16, *steps)
+
+
+def _bytes(steps: Tensor) -> Tensor:
+    steps = steps.contiguous()
+    return steps.view(torch.uint8) if steps.dtype == E4M3 else steps
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Launch where the data is, not on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
