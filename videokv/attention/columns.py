@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from videokv.attention.adjacent import joined
 from videokv.noise import QueryMap
 from videokv.protocols import Segment
 
@@ -75,7 +76,7 @@ def with_columns(
     head_dim = query.shape[3]
     keys = [s.keys for s in call.segments]
     if width == head_dim:
-        return query, keys[0] if len(keys) == 1 else torch.cat(keys, 2)
+        return query, joined(keys)
     end = head_dim + call.columns
     tokens = sum(k.shape[2] for k in keys)
     wide_query = query.new_zeros(*query.shape[:3], width)
@@ -86,7 +87,7 @@ def with_columns(
         wide_keys[:, :, start : start + part.shape[2], :head_dim] = part
         start += part.shape[2]
     if call.columns:
-        phi, omega = _columns(query, call, scale=scale)
+        phi, omega = score_columns(query, call, scale=scale)
         if query.dtype in _HALF:
             phi, omega = balance(phi, omega)
         wide_query[..., head_dim:end] = phi
@@ -94,7 +95,7 @@ def with_columns(
     return wide_query, wide_keys
 
 
-def _columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:
+def score_columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:
     """-phi/scale ``[B, Hq, M, F]`` and omega ``[B, Hkv, T, F]``, at least float32."""
     phi = torch.cat([m.features(query, scale=scale) for m in call.maps], -1) * (-1 / scale)
     batch, heads, _, head_dim = call.segments[0].keys.shape

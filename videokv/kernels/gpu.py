@@ -8,6 +8,7 @@ for the process. A first use synchronises: run a step once before capturing a CU
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import warnings
@@ -64,6 +65,22 @@ def disagreement(
     if error <= tolerance:
         return None
     return f"self-check failed: {what} is off by {error:.1e} (at most {tolerance:.1e})"
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Launch where the data is, not on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def products(dtype: torch.dtype, device: torch.device) -> str:
+    """How a kernel multiplies matrices of ``dtype``.
+
+    Float32 as three TF32 products: written out in float32 they take minutes to compile. (The
+    interpreter on the CPU knows plain float32 only.)
+    """
+    if dtype != torch.float32:
+        return "tf32"
+    return "tf32x3" if device.type == "cuda" else "ieee"
 
 
 @functools.lru_cache(maxsize=256)

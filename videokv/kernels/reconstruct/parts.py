@@ -114,7 +114,7 @@ class Parts:
             return f"{self.shape[0]} x {self.shape[1]} heads are more than 65535"
         return None
 
-    def config(self) -> Hashable:
+    def config(self) -> tuple[Hashable, ...]:
         """What a kernel is compiled for."""
         return (
             self.bits,

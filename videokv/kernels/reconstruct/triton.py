@@ -3,13 +3,12 @@
 Bytes per element that must move: bits / 8 and the steps in, the output's width out; centroid tables
 and the rotation matrix stay in the caches. The rotation is a product of the block with the matrix
 (FP16 operands for 8- and 16-bit outputs, each token scaled by its largest value, so the operands'
-rounding is 2^-12 of it; float32 for float32). Tokens, heads and table sizes are plain arguments: a
+rounding is 2^-12 of it; three TF32 products for float32). Tokens, heads and table sizes are plain arguments: a
 new length compiles nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import decode_e4m3, encode_e4m3, unpack_rows
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_groups.layout import reach
@@ -40,7 +40,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
     rank = 0 if low is None else low.codes.shape[3]
     matrix = None if parts.rotation is None else _matrix(parts.rotation, out.device, wide)
     as_bytes = out.dtype == E4M3
-    with _on(out.device):
+    with on_device(out.device):
         _kernel[(triton.cdiv(tokens, rows), batch * heads)](
             out.view(torch.uint8) if as_bytes else out,
             *out.stride(),
@@ -73,6 +73,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             RANK=rank,
             BR=max(16, triton.next_power_of_2(max(1, rank))),
             WIDE=wide,
+            PRECISION=products(out.dtype, out.device),
             AS_BYTES=as_bytes,
             ALIGN=_alignment(out),
             num_warps=8 if parts.rotation is not None else 4,
@@ -127,6 +128,7 @@ def _kernel(
     RANK: tl.constexpr,
     BR: tl.constexpr,
     WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
     AS_BYTES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
@@ -184,7 +186,7 @@ def _kernel(
         square = matrix + channel[:, None] * D + channel[None, :]
         turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0)
         if WIDE:
-            values = tl.dot(values, turn, input_precision="ieee") * matrix_scale
+            values = tl.dot(values, turn, input_precision=PRECISION) * matrix_scale
         else:
             largest = tl.max(tl.abs(values), 1)
             inverse = 1.0 / tl.where(largest > 0, largest, 1.0)
@@ -199,7 +201,7 @@ def _kernel(
         span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
         weight = tl.load(low_scales + row, mask=live, other=0).to(tl.float32)
         if WIDE:
-            added = tl.dot(small.to(tl.float32), span.to(tl.float32), input_precision="ieee")
+            added = tl.dot(small.to(tl.float32), span.to(tl.float32), input_precision=PRECISION)
         else:
             added = tl.dot(small.to(tl.float16), span.to(tl.float32).to(tl.float16))
         values += added * weight[:, None]
@@ -257,8 +259,3 @@ def _bytes(steps: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Launch where the data is, not on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
