@@ -16,14 +16,15 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if not _consecutive(parts):
+    if not consecutive(parts):
         return torch.cat(list(parts), 2)
     tokens = sum(part.shape[2] for part in parts)
     shape = (*first.shape[:2], tokens, first.shape[3])
     return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
-def _consecutive(parts: Sequence[Tensor]) -> bool:
+def consecutive(parts: Sequence[Tensor]) -> bool:
+    """Whether ``[B, H, T_i, D]`` are rows of one buffer, one after the other."""
     first = parts[0]
     place = first.storage_offset()
     for part in parts:

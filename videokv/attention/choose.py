@@ -81,7 +81,8 @@ def attend(
     query: ``[B, Hq, M, D]``. segments: the chunks in order, then the current one; empty ones are
     skipped. b corrects the scores of segments that carry noise, and of no other. scale: softmax
     scale, 1/sqrt(D) by default. causal: the last segment holds the queries' own M tokens; query m
-    sees all earlier segments and the rows <= m of the last. backend: "auto" or one of ``backend_names()``.
+    sees all earlier segments and the rows <= m of the last. backend: "auto" or one of
+    ``backend_names()``.
 
     Returns the output ``[B, Hq, M, Dv]`` in the query's dtype and, where ``need_lse``, the
     natural-log log-sum-exp of the corrected scores ``[B, Hq, M]`` in float32 (float64 for float64

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from videokv.attention.adjacent import joined
+from videokv.attention.adjacent import consecutive, joined
 from videokv.noise import QueryMap
 from videokv.protocols import Segment
 
@@ -78,14 +78,9 @@ def with_columns(
     if width == head_dim:
         return query, joined(keys)
     end = head_dim + call.columns
-    tokens = sum(k.shape[2] for k in keys)
     wide_query = query.new_zeros(*query.shape[:3], width)
-    wide_keys = query.new_zeros(query.shape[0], keys[0].shape[1], tokens, width)
     wide_query[..., :head_dim] = query
-    start = 0
-    for part in keys:
-        wide_keys[:, :, start : start + part.shape[2], :head_dim] = part
-        start += part.shape[2]
+    wide_keys = _widened(call.segments, width)
     if call.columns:
         phi, omega = score_columns(query, call, scale=scale)
         if query.dtype in _HALF:
@@ -93,6 +88,24 @@ def with_columns(
         wide_query[..., head_dim:end] = phi
         wide_keys[..., head_dim:end] = omega
     return wide_query, wide_keys
+
+
+def _widened(segments: Sequence[Segment], width: int) -> Tensor:
+    """All keys with zeros after them, ``[B, Hkv, T, width]``: in place where there is room."""
+    keys = [s.keys for s in segments]
+    head_dim = keys[0].shape[3]
+    if all(s.spare >= width - head_dim for s in segments) and consecutive(keys):
+        rows = joined(keys)
+        wide = rows.as_strided((*rows.shape[:3], width), rows.stride(), rows.storage_offset())
+        wide[..., head_dim:] = 0
+        return wide
+    tokens = sum(k.shape[2] for k in keys)
+    wide = keys[0].new_zeros(*keys[0].shape[:2], tokens, width)
+    start = 0
+    for part in keys:
+        wide[:, :, start : start + part.shape[2], :head_dim] = part
+        start += part.shape[2]
+    return wide
 
 
 def score_columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:

@@ -95,13 +95,18 @@ def _choice(query: Tensor, call: ColumnCall, *, causal: bool) -> KernelChoice | 
     return choose_kernel(
         device=query.device,
         dtype=query.dtype,
-        head_dim=round_up(query.shape[3] + call.columns, 8),
+        head_dim=round_up(query.shape[3] + call.columns, _multiple(query, call)),
         value_dim=first.values.shape[3],
         heads_per_kv=query.shape[1] // first.keys.shape[1],
         rows=query.shape[2],
         tokens=sum(s.keys.shape[2] for s in call.segments),
         causal=causal,
     )
+
+
+def _multiple(query: Tensor, call: ColumnCall) -> int:
+    """Widths that kernels like: with columns, multiples of 16 are the faster ones on a GPU."""
+    return 16 if call.columns and query.device.type == "cuda" else 8
 
 
 def _run(query: Tensor, call: ColumnCall, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

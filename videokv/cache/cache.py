@@ -14,6 +14,7 @@ from videokv.cache.layer import Coding, LayerCache, LayerState
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
 from videokv.cache.memory import Memory, measured
 from videokv.cache.policy import CachePolicy
+from videokv.cache.rows import worth_gathering
 from videokv.cache.workspace import Workspace
 from videokv.protocols import Correction, Quantizer, Segment
 
@@ -356,6 +357,12 @@ class KVCache:
         self, held: LayerCache, query: Tensor, current: Segment, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over past and current; in parts where the workspace is smaller than that."""
+        if self._workspace.budget_bytes is None and worth_gathering(query.device):
+            segments = held.gathered(current)
+            self._workspace.note_rows(held.index, segments[:-1])
+            return self.recipe.attend(
+                query, segments, scale=scale, causal=causal, need_lse=self._record_mass
+            )
         parts: list[tuple[Tensor, Tensor]] = []
         blocks = self._workspace.blocks(held.index, held.decoders(), layers=len(self._layers))
         for block, last in blocks:

@@ -181,8 +181,8 @@ def _forward(
         if whole < past_tokens:
             acc, peak, total = _step(
                 acc, peak, total, block, extra, k_base, k_t, v_base, v_t, v_d, x_base, x_t,
-                past_unit, scale, row, 0, past_tokens - whole, D, DV, BD, BDV, BF, BN, True, False, FP8,
-                PRECISION,
+                past_unit, scale, row, 0, past_tokens - whole, D, DV, BD, BDV, BF, BN, True, False,
+                FP8, PRECISION,
             )  # fmt: skip
         if FP8:
             acc *= tl.load(value_scale + batch * kv_heads + kv_head) * 0.00390625  # 1 / 256

@@ -19,7 +19,16 @@ from videokv.kernels.reconstruct import reference
 from videokv.kernels.reconstruct.parts import LowRank, Parts
 from videokv.tensors import E4M3
 
-__all__ = ["OUTPUTS", "LowRank", "Parts", "fused", "inner_parts", "kernel_refusal", "reconstruct"]
+__all__ = [
+    "OUTPUTS",
+    "LowRank",
+    "Parts",
+    "decode_into",
+    "fused",
+    "inner_parts",
+    "kernel_refusal",
+    "reconstruct",
+]
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, E4M3)
 # Relative norm between kernel and reference: one rounding each, the rotation in FP16 operands.
@@ -76,6 +85,19 @@ def fused(chunk: Any, dtype: torch.dtype) -> Tensor | None:
             return out
     say_once(f"{type(chunk).__name__}.decode runs in PyTorch steps: {refusal}")
     return None
+
+
+def decode_into(chunk: Any, out: Tensor) -> None:
+    """Write a packed chunk's rows into ``out`` ``[B, H, T, D]`` of any strides.
+
+    By the kernel where it can, else through the chunk's own ``decode``.
+    """
+    if out.device.type == "cuda":
+        parts = inner_parts(chunk)
+        if parts is not None and kernel_refusal(parts, out.dtype, out.device) is None:
+            _kernel().reconstruct(parts, out, factor=None)
+            return
+    out.copy_(chunk.decode(out.dtype))
 
 
 def inner_parts(chunk: Any) -> Parts | None:

@@ -3,8 +3,8 @@
 Bytes per element that must move: bits / 8 and the steps in, the output's width out; centroid tables
 and the rotation matrix stay in the caches. The rotation is a product of the block with the matrix
 (FP16 operands for 8- and 16-bit outputs, each token scaled by its largest value, so the operands'
-rounding is 2^-12 of it; three TF32 products for float32). Tokens, heads and table sizes are plain arguments: a
-new length compiles nothing.
+rounding is 2^-12 of it; three TF32 products for float32). Tokens, heads and table sizes are plain
+arguments: a new length compiles nothing.
 """
 
 from __future__ import annotations
