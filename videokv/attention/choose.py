@@ -19,6 +19,7 @@ _BACKENDS = {
     "sdpa": ("videokv.attention.sdpa", "BACKEND"),
     "triton": ("videokv.attention.triton", "BACKEND"),
     "triton-fp8": ("videokv.attention.triton", "FP8_BACKEND"),
+    "flex": ("videokv.attention.flex", "BACKEND"),
     "eager": ("videokv.attention.eager", "BACKEND"),
 }
 # What "auto" tries, in this order: the others round more, or are there to be compared with.
