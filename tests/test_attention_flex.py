@@ -7,7 +7,6 @@ from attention_fakes import Draw
 from videokv.attention import attend, flex, stock_kernels
 from videokv.attention.stock_kernels import choose_kernel
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import videokv
+from videokv.studies.bench_cli import bench
 from videokv.studies.prefill_cli import prefill
 from videokv.worldmodel.cli import app as worldmodel_app
 
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(worldmodel_app, name="worldmodel")
 app.command()(prefill)
+app.command()(bench)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 

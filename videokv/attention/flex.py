@@ -8,7 +8,9 @@ materialises the scores: good for tests only, so "auto" never takes this backend
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,9 +112,15 @@ def attention(
 def _function(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compiled where there is a kernel to compile to."""
     if device_type == "cpu":
-        return attention
+        return _uncompiled
     compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(attention, dynamic=True)
     return compiled
+
+
+def _uncompiled(*arguments: Any) -> tuple[Tensor, Tensor]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        return attention(*arguments)
 
 
 def _lse_request() -> dict:
