@@ -21,6 +21,11 @@ SMALLEST_CAPABILITY = (8, 0)
 _verdicts: dict[Hashable, str | None] = {}
 
 
+def wants_kernels(device: torch.device) -> bool:
+    """Whether PyTorch steps on ``device`` would be a fallback (and worth a word)."""
+    return device.type == "cuda"
+
+
 @functools.lru_cache(maxsize=64)
 def machine_refusal(device: torch.device) -> str | None:
     """Why no Triton kernel can run on ``device``, or None."""

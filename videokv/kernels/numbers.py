@@ -33,6 +33,14 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def round_bf16(x):
+    """Float32 rounded to what BF16 holds, nearest even (finite numbers)."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def round_even(x):
     """rint(x) of float32, any size."""
     size = tl.abs(x)

@@ -89,6 +89,9 @@ class Rotated:
         require_chunk(x)
         self.check(x.shape[-1])
         rotation = Rotation(x.shape[-1], context.seed)
+        if isinstance(self.inner, Groupwise):  # one kernel rotates and quantizes
+            inside = _inside(dataclasses.replace(context, query_moment=None), rotation)
+            return RotatedChunk(self.inner.encode(x, inside, rotation=rotation), rotation)
         rotated = rotation.apply(x.detach().to(torch.float32))
         return RotatedChunk(self.inner.encode(rotated, _inside(context, rotation)), rotation)
 

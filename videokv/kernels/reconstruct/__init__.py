@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from videokv.kernels.gpu import checked_refusal, disagreement, machine_refusal, say_once
+from videokv.kernels.gpu import (
+    checked_refusal,
+    disagreement,
+    machine_refusal,
+    say_once,
+    wants_kernels,
+)
 from videokv.kernels.reconstruct import reference
 from videokv.kernels.reconstruct.parts import LowRank, Parts
 from videokv.tensors import E4M3
@@ -59,7 +65,7 @@ def reconstruct(
     if refusal is None:
         _kernel().reconstruct(parts, target, factor=factor)
     else:
-        if target.device.type == "cuda":
+        if wants_kernels(target.device):
             say_once(f"reconstruct runs in PyTorch steps: {refusal}")
         reference.reconstruct(parts, target, factor=factor)
     return target
@@ -72,7 +78,7 @@ def fused(chunk: Any, dtype: torch.dtype) -> Tensor | None:
     the reason of a None is said once.
     """
     device = _device(chunk)
-    if device.type == "cpu":
+    if not wants_kernels(device):
         return None
     parts = inner_parts(chunk)
     if parts is None:
@@ -92,7 +98,7 @@ def decode_into(chunk: Any, out: Tensor) -> None:
 
     By the kernel where it can, else through the chunk's own ``decode``.
     """
-    if out.device.type == "cuda":
+    if wants_kernels(out.device):
         parts = inner_parts(chunk)
         if parts is not None and kernel_refusal(parts, out.dtype, out.device) is None:
             _kernel().reconstruct(parts, out, factor=None)

@@ -9,7 +9,6 @@ arguments: a new length compiles nothing.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -22,7 +21,7 @@ from videokv.kernels.numbers import decode_e4m3, encode_e4m3, unpack_rows
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_groups.layout import reach
 from videokv.kernels.reconstruct.parts import Parts
-from videokv.rotation import Rotation
+from videokv.rotation import signs
 from videokv.tensors import E4M3
 
 BLOCK_ELEMENTS = 8192  # of one program: 64 tokens of 128 channels
@@ -38,7 +37,10 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
     wide = out.dtype == torch.float32
     low = None if parts.low_rank is None else parts.low_rank.dense(tokens)
     rank = 0 if low is None else low.codes.shape[3]
-    matrix = None if parts.rotation is None else _matrix(parts.rotation, out.device, wide)
+    matrix = None
+    if parts.rotation is not None:
+        kind = torch.float32 if wide else torch.float16
+        matrix = signs(parts.rotation, device=out.device, dtype=kind)
     as_bytes = out.dtype == E4M3
     with on_device(out.device):
         _kernel[(triton.cdiv(tokens, rows), batch * heads)](
@@ -237,13 +239,6 @@ def _whole_groups(parts: Parts, block: int) -> bool:
     """Whether a step serves a block of channels of a power of two: loaded once, not per channel."""
     size = parts.group_size
     return parts.axis == "token" and size & (size - 1) == 0 and size <= block
-
-
-@functools.lru_cache(maxsize=64)
-def _matrix(rotation: Rotation, device: torch.device, wide: bool) -> Tensor:
-    """H sqrt(D): for powers of two its entries are 1 and -1, exact in FP16."""
-    exact = rotation.matrix(dtype=torch.float64) * math.sqrt(rotation.head_dim)
-    return exact.to(device, torch.float32 if wide else torch.float16).contiguous()
 
 
 def _alignment(out: Tensor) -> int:
