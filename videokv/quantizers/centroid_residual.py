@@ -166,12 +166,12 @@ class CentroidResidual:
         self.check(x.shape[-1])
         before = previous_clusters(context)
         found: list[Clusters] = []
-        residual = x.float()
+        residual = x  # kernels read it in its own dtype
         for stage in range(self.stages):
             previous = before[stage] if stage < len(before) else None
             found.append(self.clustering.fit(residual, seed=context.seed, previous=previous))
             centroids = found[-1].gather()
-            residual = torch.sub(residual, centroids, out=centroids)
+            residual = torch.sub(residual.float(), centroids, out=centroids)
         return CentroidChunk(tuple(found), self._quantize(residual, context))
 
     def _quantize(self, residual: Tensor, context: EncodeContext) -> GroupedChunk:

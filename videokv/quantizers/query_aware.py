@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import Clusters, gather_centroids, nearest
+from videokv.kernels.assign_centroids import Clusters, choose_by_range, gather_centroids, nearest
 from videokv.kernels.pack_codes import pack, unpack
 from videokv.kernels.reconstruct import Parts, fused
 from videokv.noise import QueryMap, ScoreNoise
@@ -171,9 +171,9 @@ class QueryAware:
         tokens = x.float()
         before = previous_clusters(context)
         previous = before[0] if before else None
-        clusters = self.clustering.fit(tokens, seed=context.seed, previous=previous)
+        clusters = self.clustering.fit(x, seed=context.seed, previous=previous)
         if self.metric != "none" and context.query_moment is not None:
-            clusters = self._reassigned(tokens, clusters, context.query_moment)
+            clusters = self._reassigned(x, clusters, context.query_moment)
         centroids = clusters.gather()
         residual = torch.sub(tokens, centroids, out=centroids)
         packed = encode_two_level(residual, group_size=self.group_size, context=context)
@@ -183,11 +183,18 @@ class QueryAware:
         """The same centroids, labels by Eq. 12 among the nearest by Eq. 9."""
         check_moment(moment, x)
         weights = _channel_weights(moment)
+        count = min(self.candidates, clusters.table.shape[2])
+        if self.metric == "diagonal":
+            chosen = choose_by_range(
+                x, clusters.table, weights, group_size=self.group_size, candidates=count
+            )
+            if chosen is not None:
+                return Clusters(chosen, clusters.table)
+        x = x.float()
         lens = weights.sqrt().diag_embed() if self.metric == "diagonal" else _root(moment)
         group_weights = weights.unflatten(-1, (-1, self.group_size)).sum(-1)  # [B, H, G]
         table = clusters.table.float()
         seen_table = table @ lens
-        count = min(self.candidates, table.shape[2])
         labels = []
         for part in x.split(max(1, BLOCK_ELEMENTS // x[:, :, 0].numel()), dim=2):
             near = nearest(part @ lens, seen_table, count=count)
