@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from videokv.kernels import gpu
-from videokv.kernels.pack_codes import pack
+from videokv.kernels.assign_centroids import Clusters
+from videokv.kernels.pack_codes import pack, unpack
 from videokv.kernels.quantize_groups import quantize_packed, reference
 from videokv.rotation import Rotation
 from videokv.tensors import E4M3, GroupFormat
@@ -15,6 +16,7 @@ import triton.language as tl  # noqa: E402
 from videokv.kernels import numbers  # noqa: E402
 from videokv.kernels.quantize_groups import triton as kernel  # noqa: E402
 
+AWAY = torch.tensor([2, 0, 2, 1, 1, 0, 1, 2], dtype=torch.uint8)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F16, F32 = torch.float16, torch.float32
 FORMATS = {
@@ -88,6 +90,25 @@ def test_a_rotation_is_fused():
     want, _ = reference.quantize(turned, format=format)
     unlike = (raw.packed != pack(want.codes, bits=2)).float().mean()
     assert unlike < 5e-3
+
+
+@pytest.mark.parametrize("bits_", [2, 4])
+def test_centroids_are_subtracted_and_halves_go_away_from_zero(bits_):
+    format = GroupFormat(bits_, 32, symmetric=True)
+    x = draw(1, 2, 67, 64, dtype=F16)
+    table = draw(1, 2, 5, 64, seed=1).bfloat16()
+    ids = (torch.arange(67) % 5).to(torch.uint8).expand(1, 2, -1).contiguous().to(DEVICE)
+    clusters = Clusters(ids, table)
+    raw, facts = kernel.quantize(x, format=format, clusters=clusters, away=True)
+    residual = x.float() - clusters.gather()
+    want, want_facts = reference.quantize(residual, format=format)
+    codes = reference.away_from_zero(residual, want, format=format)
+    assert torch.equal(raw.packed, pack(codes, bits=bits_))
+    assert torch.equal(bits(raw.steps), bits(want.steps)) and torch.equal(facts, want_facts)
+    halves = torch.tensor([0.5, -0.5, 1.0, 0.25, -0.25, -1.0, 0.0, 0.75]).repeat(8)
+    x = halves.expand(1, 1, 3, 64).to(DEVICE)
+    raw, _ = kernel.quantize(x, format=GroupFormat(2, 32, symmetric=True), away=True)
+    assert torch.equal(unpack(raw.packed, bits=2, count=64)[0, 0, 0, :8].cpu(), AWAY)
 
 
 def test_facts_tell_of_what_is_not_finite_and_of_normalisers():

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from videokv.kernels.assign_centroids.layout import Clusters
 from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
 from videokv.kernels.pack_codes import pack
 from videokv.kernels.quantize_groups import reference
@@ -78,18 +79,24 @@ def quantize_packed(
     what: str = "inputs",
     layer: int = 0,
     rotation: Rotation | None = None,
+    clusters: Clusters | None = None,
+    away: bool = False,
 ) -> PackedGroups:
-    """``quantize_groups`` of ``x`` (rotated first), packed; on a GPU in one kernel.
+    """``quantize_groups`` of ``x``, packed; on a GPU in one kernel.
 
+    rotation: applied first. clusters: their centroids are subtracted first. away: symmetric codes
+    round halves away from zero (as Quant-VideoGen does), not to even.
     The same codes, steps and zeros as quantizing and packing one after the other (a rotation
     differs in the last bit of float32 sums). Synchronises once and raises as ``quantize_groups``.
     """
     require_chunk(x)
     format.check_head_dim(x.shape[-1])
     if wants_kernels(x.device):
-        refusal = kernel_refusal(x, format=format, rotation=rotation)
+        refusal = kernel_refusal(x, format=format, rotation=rotation, clusters=clusters, away=away)
         if refusal is None:
-            raw, facts = _kernel().quantize(x.detach(), format=format, rotation=rotation)
+            raw, facts = _kernel().quantize(
+                x.detach(), format=format, rotation=rotation, clusters=clusters, away=away
+            )
             known = reference.Facts(*facts.tolist())
             if known.magnitude < LARGEST and not known.normalised:
                 codes = GroupedCodes(raw.packed, raw.steps, raw.zeros, None)
@@ -97,15 +104,20 @@ def quantize_packed(
                 return PackedGroups(done.codes, done.steps, done.zeros, None)
         else:
             say_once(f"quantize_groups runs in PyTorch steps: {refusal}")
-    if rotation is not None:
-        x = rotation.apply(x.detach().to(torch.float32))
+    x = _prepared(x, rotation, clusters)
     grouped = quantize_groups(x, format=format, what=what, layer=layer)
-    packed = pack(grouped.codes, bits=format.bits)
+    codes = reference.away_from_zero(x, grouped, format=format) if away else grouped.codes
+    packed = pack(codes, bits=format.bits)
     return PackedGroups(packed, grouped.steps, grouped.zeros, grouped.normaliser)
 
 
 def kernel_refusal(
-    x: Tensor, *, format: GroupFormat, rotation: Rotation | None = None
+    x: Tensor,
+    *,
+    format: GroupFormat,
+    rotation: Rotation | None = None,
+    clusters: Clusters | None = None,
+    away: bool = False,
 ) -> str | None:
     """Why the Triton kernel does not serve this, or None. Its first use is checked here."""
     size, group = x.shape[-1], format.group_size
@@ -122,22 +134,45 @@ def kernel_refusal(
     refusal = machine_refusal(x.device)
     if refusal is not None:
         return refusal
-    config = (format, size, x.dtype, rotation is not None)
+    config = (format, size, x.dtype, rotation is not None, clusters is not None, away)
     return checked_refusal(
-        "quantize_groups", config, x.device, lambda: _self_check(x, format, rotation)
+        "quantize_groups",
+        config,
+        x.device,
+        lambda: _self_check(x, format, rotation, clusters, away),
     )
 
 
-def _self_check(x: Tensor, format: GroupFormat, rotation: Rotation | None) -> str | None:
+def _prepared(x: Tensor, rotation: Rotation | None, clusters: Clusters | None) -> Tensor:
+    """Rotated, or without its centroids, in float32; else as it is."""
+    if rotation is not None:
+        return rotation.apply(x.detach().to(torch.float32))
+    if clusters is not None:
+        centroids = clusters.gather()
+        return torch.sub(x.detach().to(torch.float32), centroids, out=centroids)
+    return x
+
+
+def _self_check(
+    x: Tensor,
+    format: GroupFormat,
+    rotation: Rotation | None,
+    clusters: Clusters | None,
+    away: bool,
+) -> str | None:
     """Kernel against reference on a corner: the same bits, or with a rotation nearly all."""
     corner = x.detach()[:2, :2, :300]
-    got, _ = _kernel().quantize(corner, format=format, rotation=rotation)
-    if rotation is not None:
-        corner = rotation.apply(corner.float())
+    if clusters is not None:
+        clusters = Clusters(clusters.ids[:2, :2, :300], clusters.table[:2, :2])
+    got, _ = _kernel().quantize(
+        corner, format=format, rotation=rotation, clusters=clusters, away=away
+    )
+    corner = _prepared(corner, rotation, clusters)
     want, facts = reference.quantize(corner, format=format)
     if facts[3]:
         raise ValueError("this tensor needs a normaliser, which the kernel does not give")
-    codes = pack(want.codes, bits=format.bits)
+    codes = reference.away_from_zero(corner, want, format=format) if away else want.codes
+    codes = pack(codes, bits=format.bits)
     unlike = (got.packed != codes).float().mean() + (got.steps.float() != want.steps.float()).sum()
     if got.zeros is not None and want.zeros is not None:
         unlike = unlike + (got.zeros.float() != want.zeros.to(got.zeros.dtype).float()).sum()

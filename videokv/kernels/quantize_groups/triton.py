@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from videokv.kernels.assign_centroids.layout import Clusters
 from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import decode_e4m3, encode_e4m3, round_bf16, round_even
 from videokv.kernels.pack_codes import packed_length
@@ -26,11 +27,16 @@ from videokv.tensors import E4M3, GroupFormat
 BLOCK_ELEMENTS = 4096
 FACTS = 4  # largest step, largest magnitude, largest offset, largest code of zero
 _ZERO = {"offset": 1, "integer": 2}
-_COUNTS = ["x_b", "x_h", "heads", "tokens", "time_groups", "blocks"]
+_COUNTS = ["x_b", "x_h", "heads", "tokens", "time_groups", "blocks", "centroids"]
 
 
 def quantize(
-    x: Tensor, *, format: GroupFormat, rotation: Rotation | None
+    x: Tensor,
+    *,
+    format: GroupFormat,
+    rotation: Rotation | None = None,
+    clusters: Clusters | None = None,
+    away: bool = False,
 ) -> tuple[PackedGroups, Tensor]:
     """Packed codes without a normaliser (integer zeros in float32), and the facts as a tensor
     (see ``reference.Facts``); where they say ``normalised`` the codes are of no use."""
@@ -65,6 +71,9 @@ def quantize(
             facts,
             None if rotation is None else signs(rotation, device=device, dtype=x.dtype),
             1.0 / math.sqrt(size),
+            None if clusters is None else clusters.ids.contiguous(),
+            None if clusters is None else clusters.table.contiguous(),
+            1 if clusters is None else clusters.table.shape[2],
             D=size,
             BD=block,
             BT=rows,
@@ -77,6 +86,7 @@ def quantize(
             STEP=_STEP[format.scale_dtype],  # type: ignore[index]
             LIMIT=limit,
             ROW_BYTES=row_bytes,
+            AWAY=away,
             PRECISION=products(x.dtype, device),
             num_warps=8,
             enable_fp_fusion=False,
@@ -103,6 +113,9 @@ def _kernel(
     facts,
     matrix,
     matrix_scale,
+    ids,
+    table,
+    centroids,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -115,6 +128,7 @@ def _kernel(
     STEP: tl.constexpr,
     LIMIT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    AWAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
@@ -132,6 +146,11 @@ def _kernel(
         values = tl.dot(raw, turn, input_precision=PRECISION) * matrix_scale
     else:
         values = raw.to(tl.float32)
+
+    if table is not None:
+        label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
+        centre = table + ((head * centroids + label) * D)[:, None] + channel[None, :]
+        values -= tl.load(centre, mask=inside, other=0.0).to(tl.float32)
 
     finite = tl.where(values == values, tl.abs(values), float("inf"))
     magnitude = tl.max(tl.max(tl.where(inside, finite, 0.0), 1), 0)
@@ -197,7 +216,8 @@ def _kernel(
     divisor, zero = tl.broadcast_to(divisor, values.shape), tl.broadcast_to(zero, values.shape)
     if ZERO == 0:
         ratio = tl.div_rn(values, divisor)
-        codes = _whole(tl.minimum(tl.maximum(ratio, -LEVELS), LEVELS)) + LEVELS
+        ratio = tl.minimum(tl.maximum(ratio, -LEVELS), LEVELS)
+        codes = (_away(ratio) if AWAY else _whole(ratio)) + LEVELS
     elif ZERO == 1:
         ratio = tl.div_rn(values - zero, divisor)
         codes = _whole(tl.minimum(tl.maximum(ratio, 0.0), LEVELS))
@@ -231,6 +251,15 @@ def _kernel(
 def _whole(x):
     """rint(x) as int32, for |x| below 2^22."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _away(x):
+    """The nearest whole number as int32, halves away from zero."""
+    size = tl.abs(x)
+    whole = size.to(tl.int32)
+    whole += (size - whole.to(tl.float32) >= 0.5).to(tl.int32)
+    return tl.where(x < 0, -whole, whole)
 
 
 @triton.jit
