@@ -16,8 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from videokv.kernels.blocks import (
+    ZERO_CODES,
+    as_bytes,
+    centroids_block,
+    dequantize_block,
+    whole_groups,
+)
 from videokv.kernels.gpu import on_device, products
-from videokv.kernels.numbers import decode_e4m3, encode_e4m3, unpack_rows
+from videokv.kernels.numbers import encode_e4m3
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_groups.layout import reach
 from videokv.kernels.reconstruct.parts import Parts
@@ -25,7 +32,6 @@ from videokv.rotation import signs
 from videokv.tensors import E4M3
 
 BLOCK_ELEMENTS = 8192  # of one program: 64 tokens of 128 channels
-_ZERO = {"none": 0, "offset": 1, "integer": 2, "packed": 3}
 _COUNTS = ["heads", "tokens", "time_groups", "out_b", "out_h", "size0", "size1", "size2", "size3"]
 
 
@@ -41,16 +47,16 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
     if parts.rotation is not None:
         kind = torch.float32 if wide else torch.float16
         matrix = signs(parts.rotation, device=out.device, dtype=kind)
-    as_bytes = out.dtype == E4M3
+    e4m3 = out.dtype == E4M3
     with on_device(out.device):
         _kernel[(triton.cdiv(tokens, rows), batch * heads)](
-            out.view(torch.uint8) if as_bytes else out,
+            as_bytes(out),
             *out.stride(),
             heads,
             tokens,
             parts.steps.shape[2],
             parts.codes.contiguous(),
-            _bytes(parts.steps),
+            as_bytes(parts.steps),
             _whole(parts.scale),
             _whole(parts.zeros),
             _whole(factor),
@@ -68,15 +74,15 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             ROW_BYTES=packed_length(size, bits=parts.bits),
             GROUP=parts.group_size,
             BY_TOKEN=parts.axis == "token",
-            WHOLE_GROUPS=_whole_groups(parts, block),
-            ZERO=_ZERO[parts.zero],
+            WHOLE_GROUPS=whole_groups(parts, block),
+            ZERO=ZERO_CODES[parts.zero],
             STEP_BYTES=parts.steps.dtype == E4M3,
             STAGES=len(parts.stages),
             RANK=rank,
             BR=max(16, triton.next_power_of_2(max(1, rank))),
             WIDE=wide,
             PRECISION=products(out.dtype, out.device),
-            AS_BYTES=as_bytes,
+            AS_BYTES=e4m3,
             ALIGN=_alignment(out),
             num_warps=8 if parts.rotation is not None else 4,
             enable_fp_fusion=False,  # the same roundings as the reference
@@ -140,49 +146,20 @@ def _kernel(
     row = head * tokens + token
     channel = tl.arange(0, BD)
     inside = live[:, None] & (channel < D)[None, :]
-    groups: tl.constexpr = D // GROUP
 
-    codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD).to(tl.float32)
-
-    if BY_TOKEN:
-        group = tl.arange(0, BD // GROUP) if WHOLE_GROUPS else channel // GROUP
-        place = row[:, None] * groups + group[None, :]
-        used = live[:, None] & (group < groups)[None, :]
-    else:
-        place = (head * time_groups + token // GROUP)[:, None] * D + channel[None, :]
-        used = inside
-    step = tl.load(steps + place, mask=used, other=0)
-    step = decode_e4m3(step) if STEP_BYTES else step.to(tl.float32)
-    if scale is not None:
-        step = step * tl.load(scale + head).to(tl.float32)
-    if ZERO == 0:
-        offset = step * -REACH
-    elif ZERO == 3:
-        number = token[:, None].to(tl.int64) * groups + group[None, :]
-        head_bytes = (tokens.to(tl.int64) * groups + 3) // 4
-        byte = tl.load(zeros + head * head_bytes + number // 4, mask=used, other=0).to(tl.int32)
-        offset = ((byte >> (6 - 2 * (number % 4)).to(tl.int32)) & 3).to(tl.float32)
-    else:
-        offset = tl.load(zeros + place, mask=used, other=0).to(tl.float32)
-        if ZERO == 2:
-            offset = tl.where(step > 0, offset * -step, offset)
-
-    if WHOLE_GROUPS:
-        codes = tl.reshape(codes, [BT, BD // GROUP, GROUP])
-        step = step[:, :, None]
-        offset = offset[:, :, None]
-    values = (codes - offset) * step if ZERO == 3 else codes * step + offset
-    if WHOLE_GROUPS:
-        values = tl.reshape(values, [BT, BD])
+    values = dequantize_block(
+        packed, steps, scale, zeros, head, token, live, tokens, time_groups,
+        D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_BYTES,
+    )  # fmt: skip
 
     if STAGES > 0:
-        values += _centroids(ids0, table0, size0, head, row, live, inside, channel, D)
+        values += centroids_block(ids0, table0, size0, head, row, live, inside, channel, D)
     if STAGES > 1:
-        values += _centroids(ids1, table1, size1, head, row, live, inside, channel, D)
+        values += centroids_block(ids1, table1, size1, head, row, live, inside, channel, D)
     if STAGES > 2:
-        values += _centroids(ids2, table2, size2, head, row, live, inside, channel, D)
+        values += centroids_block(ids2, table2, size2, head, row, live, inside, channel, D)
     if STAGES > 3:
-        values += _centroids(ids3, table3, size3, head, row, live, inside, channel, D)
+        values += centroids_block(ids3, table3, size3, head, row, live, inside, channel, D)
 
     if matrix is not None:
         square = matrix + channel[:, None] * D + channel[None, :]
@@ -221,13 +198,6 @@ def _kernel(
         tl.store(target, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _centroids(ids, table, size, head, row, live, inside, channel, D: tl.constexpr):
-    label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
-    place = ((head * size + label) * D)[:, None] + channel[None, :]
-    return tl.load(table + place, mask=inside, other=0).to(tl.float32)
-
-
 def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:
     arguments: list[Tensor | int | None] = []
     for stage in parts.stages:
@@ -235,21 +205,10 @@ def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:
     return arguments + [None, None, 1] * (4 - len(parts.stages))
 
 
-def _whole_groups(parts: Parts, block: int) -> bool:
-    """Whether a step serves a block of channels of a power of two: loaded once, not per channel."""
-    size = parts.group_size
-    return parts.axis == "token" and size & (size - 1) == 0 and size <= block
-
-
 def _alignment(out: Tensor) -> int:
     """What all rows' addresses are multiples of, in elements (at most 16)."""
     steps = [out.stride(axis) for axis in (0, 1) if out.shape[axis] > 1]
     return math.gcd(16, *steps)
-
-
-def _bytes(steps: Tensor) -> Tensor:
-    steps = steps.contiguous()
-    return steps.view(torch.uint8) if steps.dtype == E4M3 else steps
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
