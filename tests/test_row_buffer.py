@@ -53,3 +53,28 @@ def test_columns_are_written_into_spare_channels():
     for a, b in zip(*pairs, strict=True):
         assert torch.equal(a, b)
     assert pairs[1][1].data_ptr() == buffer.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["rtn-2bit+calibrated", "quarot-2bit+taylor", "kivi-2bit"])
+def test_few_queries_read_packed_chunks(name, monkeypatch):
+    pytest.importorskip("triton")
+    from videokv.kernels import attend_packed as op
+    from videokv.kernels import gpu
+
+    calls = []
+    kernel = op._kernel()
+    honest = kernel.attend_packed
+    monkeypatch.setattr(kernel, "attend_packed", lambda call: calls.append(call) or honest(call))
+    monkeypatch.setattr(op, "machine_refusal", lambda device: None)
+    monkeypatch.setattr(gpu, "_verdicts", {})
+    outputs = []
+    for packed in (False, True):
+        _, cache = run(name, monkeypatch, gather=False, chunks=3)
+        monkeypatch.setattr(cache_module, "worth_gathering", lambda device, packed=packed: packed)
+        before, decoded = len(calls), cache.decode_calls
+        generator = torch.Generator().manual_seed(5)
+        q, k, v = (torch.randn(1, heads, 2, 64, generator=generator) for heads in (4, 2, 2))
+        outputs.append(cache.attend(0, q, k, v, causal=True))
+        assert (len(calls) > before) == packed
+        assert (cache.decode_calls == decoded) == packed
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)

@@ -237,6 +237,19 @@ class LayerCache:
         found.append(rows.add(current.keys, current.values))
         return found
 
+    def packed_reads(self) -> list[tuple[Packed, Packed, tuple]] | None:
+        """Keys, values and noise of every packed chunk; None where one of them has a dense side."""
+        correction = self.coding.correction
+        found = []
+        for chunk in self.state.chunks:
+            if not isinstance(chunk, PackedChunk):
+                continue
+            if isinstance(chunk.keys, Tensor) or isinstance(chunk.values, Tensor):
+                return None
+            noise = () if correction is None else correction.noise(chunk.keys, chunk.factors)
+            found.append((chunk.keys, chunk.values, noise))
+        return found
+
     def crop(self, length: int, *, decode_partial: bool) -> None:
         """Forget every token from ``length`` on, the tail included.
 

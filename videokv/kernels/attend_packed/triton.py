@@ -128,7 +128,10 @@ def _columns(call: PackedCall) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     missing = padded(call.columns) - call.columns
     dtype = torch.float32 if call.query.dtype == torch.float32 else torch.float16
-    pair = (call.extra_query, call.extra_keys)
+    # FP16: the largest weight of a column becomes 1, so that small ones stay normal numbers.
+    peak = call.extra_keys.abs().amax(2, keepdim=True).clamp(min=1e-30)
+    repeats = call.query.shape[1] // call.keys.shape[1]
+    pair = (call.extra_query * peak.repeat_interleave(repeats, 1), call.extra_keys / peak)
     extra_query, extra_keys = (pad(x, (0, missing)).to(dtype).contiguous() for x in pair)
     return extra_query, extra_keys
 
