@@ -172,6 +172,7 @@ def usable(monkeypatch):
     if DEVICE == "cpu":
         monkeypatch.setattr("videokv.kernels.attend.machine_refusal", lambda device: None)
     monkeypatch.setattr(gpu, "_verdicts", {})
+    monkeypatch.setattr(load_backend("triton"), "_verdicts", {})
 
 
 @pytest.mark.parametrize("causal", [False, True])

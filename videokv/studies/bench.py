@@ -131,9 +131,10 @@ class Bench:
             return statistics.median(_wall(function) for _ in range(3))
         torch.cuda.synchronize(self.device)
         begin = time.monotonic()
-        pairs = []
+        pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         while len(pairs) < repeats and time.monotonic() - begin < limit_seconds:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first = torch.cuda.Event(enable_timing=True)
+            last = torch.cuda.Event(enable_timing=True)
             first.record()
             function()
             last.record()

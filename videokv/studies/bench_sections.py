@@ -394,15 +394,18 @@ def filled_cache(
     *,
     tokens: int | None = None,
     queries: int | None = None,
+    chunk: int | None = None,
 ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
-    """A cache of one layer with ``tokens`` packed tokens, and the current chunk's q, k and v."""
+    """A cache of one layer with ``tokens`` packed tokens in chunks of ``chunk``, and the current
+    chunk's q, k and v."""
     from videokv.recipes import recipe
 
     s = bench.sizes
     tokens = s.cached_tokens if tokens is None else tokens
     cache = recipe(name, backend=backend).new_cache(layers=1)
-    for number, start in enumerate(range(0, tokens, s.chunk)):
-        length = min(s.chunk, tokens - start)
+    chunk = s.chunk if chunk is None else chunk
+    for number, start in enumerate(range(0, tokens, chunk)):
+        length = min(chunk, tokens - start)
         q, k, v = _chunk(bench, heads, length, seed=10 * number)
         cache.write(0, start, k, v, q)
         cache.commit(start + length)
@@ -442,7 +445,7 @@ def _curve_point(bench: Bench, backend: str, tokens: int) -> float:
 
 
 def decode(bench: Bench) -> None:
-    """Few queries on a long cache: codes are read, not dense keys."""
+    """Few queries on a long prompt, packed as one chunk: codes are read, not dense keys."""
     s = bench.sizes
     heads = (s.decode_heads, s.decode_kv_heads)
     for queries in (1, 16):
@@ -466,7 +469,7 @@ def _packed_decode(bench: Bench, queries: int, dense_times: Sequence[float]) -> 
     s = bench.sizes
     cache, (q, k, v) = filled_cache(
         bench, "rtn-2bit+taylor", "auto", (s.decode_heads, s.decode_kv_heads),
-        tokens=s.decode_tokens, queries=queries,
+        tokens=s.decode_tokens, chunk=s.decode_tokens, queries=queries,
     )  # fmt: skip
     got = _some_rows(cache.attend(0, q, k, v))
     limit = OUTPUT_TOLERANCE[bench.dtype]

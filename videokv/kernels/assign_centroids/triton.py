@@ -50,6 +50,7 @@ def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
             PRECISION=_precision(x),
             num_warps=4,
             num_stages=2,
+            enable_fp_fusion=True,
         )
     return labels
 
@@ -82,6 +83,7 @@ def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor
             PRECISION=_precision(x),
             num_warps=4,
             num_stages=2,
+            enable_fp_fusion=True,
         )
     total, members = sums.sum(0), counts.sum(0).unsqueeze(-1)
     return torch.where(members > 0, total / members.clamp(min=1), fallback)
@@ -221,6 +223,7 @@ def choose_by_range(
             GROUP=group_size,
             CANDIDATES=candidates,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return labels
 

@@ -93,7 +93,10 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may use (99 KiB on the smallest GPUs from SM80 on)."""
     if device.type != "cuda":
         return 99 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:

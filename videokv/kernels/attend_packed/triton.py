@@ -67,6 +67,7 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
             PRECISION=products(query.dtype, query.device),
             num_warps=4,
             num_stages=2,
+            enable_fp_fusion=True,
         )
     out, lse = _merged(parts, lses)
     out = out.reshape(batch, heads, queries, value_dim)

@@ -99,8 +99,8 @@ def quantize_packed(
             )
             known = reference.Facts(*facts.tolist())
             if known.magnitude < LARGEST and not known.normalised:
-                codes = GroupedCodes(raw.packed, raw.steps, raw.zeros, None)
-                done = _settled(codes, known, x, format, what, layer)
+                bare = GroupedCodes(raw.packed, raw.steps, raw.zeros, None)
+                done = _settled(bare, known, x, format, what, layer)
                 return PackedGroups(done.codes, done.steps, done.zeros, None)
         else:
             say_once(f"quantize_groups runs in PyTorch steps: {refusal}")
