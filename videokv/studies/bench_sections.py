@@ -275,21 +275,24 @@ def _our_kernel(
 
 def _tiles(bench: Bench, call: Any, label: str) -> None:
     """Other tiles of our kernel: what a later choice can be made from."""
-    from videokv.kernels.attend import Tile, attend
+    from videokv.kernels.attend import Tile
 
-    for tile in (
-        Tile(128, 128, 8, 3),
-        Tile(128, 64, 4, 3),
-        Tile(128, 64, 8, 4),
-        Tile(64, 128, 4, 3),
-    ):
-        name = f"{tile.queries}x{tile.keys}_w{tile.warps}_s{tile.stages}"
-        ms = bench.attempt(
-            f"dense/{label}/{name}",
-            partial(bench.milliseconds, partial(attend, call, tile=tile)),
-        )
+    for sizes in ((128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 3)):
+        name = "dense/{}/{}x{}_w{}_s{}".format(label, *sizes)
+        ms = bench.attempt(name, partial(_tile_ms, bench, call, Tile(*sizes)))
         if ms is not None:
-            bench.add(f"dense/{label}/{name}/ms", ms, "ms")
+            bench.add(f"{name}/ms", ms, "ms")
+
+
+def _tile_ms(bench: Bench, call: Any, tile: Any) -> float:
+    from videokv.kernels.attend import attend
+
+    try:
+        return bench.milliseconds(partial(attend, call, tile=tile))
+    except Exception as error:
+        if type(error).__name__ == "OutOfResources":
+            raise Unavailable("does not fit into shared memory") from error
+        raise
 
 
 def attention(bench: Bench) -> None:
