@@ -8,7 +8,7 @@ scores are corrected by exactly zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from videokv.noise import QueryMap
 from videokv.protocols import Segment
 
 COLUMN_BUDGET = 32
-_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +68,9 @@ def with_columns(
 ) -> tuple[Tensor, Tensor]:
     """q ``[B, Hq, M, width]`` and k ``[B, Hkv, T, width]`` with columns, zero-padded to width.
 
-    In bfloat16 and float16 every column of q and k is brought to the same size by a power of two,
-    so that neither overflows nor goes subnormal; what remains is the rounding of both factors, an
-    error of at most 2^-7 of b in bfloat16 and 2^-10 in float16.
+    In float16 every column of q and k is brought to the same size by a power of two, so that
+    neither overflows nor goes subnormal; what remains is the rounding of both factors, an error of
+    at most 2^-7 of b in bfloat16 and 2^-10 in float16.
     """
     head_dim = query.shape[3]
     keys = [s.keys for s in call.segments]
@@ -81,12 +80,14 @@ def with_columns(
     wide_query = query.new_zeros(*query.shape[:3], width)
     wide_query[..., :head_dim] = query
     wide_keys = _widened(call.segments, width)
-    if call.columns:
-        phi, omega = score_columns(query, call, scale=scale)
-        if query.dtype in _HALF:
-            phi, omega = balance(phi, omega)
+    if call.columns and query.dtype == torch.float16:
+        phi, omega = balance(*score_columns(query, call, scale=scale))
         wide_query[..., head_dim:end] = phi
         wide_keys[..., head_dim:end] = omega
+    elif call.columns:  # BF16 has float32's range: nothing to balance
+        wide_query[..., head_dim:end] = query_columns(query, call, scale=scale)
+        for rows, columns, weights in _key_columns(call, head_dim):
+            wide_keys[:, :, rows, head_dim:end][..., columns] = weights
     return wide_query, wide_keys
 
 
@@ -110,21 +111,36 @@ def _widened(segments: Sequence[Segment], width: int) -> Tensor:
 
 def score_columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:
     """-phi/scale ``[B, Hq, M, F]`` and omega ``[B, Hkv, T, F]``, at least float32."""
-    phi = torch.cat([m.features(query, scale=scale) for m in call.maps], -1) * (-1 / scale)
+    phi = query_columns(query, call, scale=scale)
     batch, heads, _, head_dim = call.segments[0].keys.shape
     tokens = sum(s.keys.shape[2] for s in call.segments)
     omega = phi.new_zeros(batch, heads, tokens, phi.shape[3])
+    for rows, columns, weights in _key_columns(call, head_dim):
+        omega[:, :, rows, columns] = weights
+    return phi, omega
+
+
+def query_columns(query: Tensor, call: ColumnCall, *, scale: float) -> Tensor:
+    """-phi/scale ``[B, Hq, M, F]``, at least float32."""
+    features = [m.features(query, scale=scale) for m in call.maps]
+    phi = features[0] if len(features) == 1 else torch.cat(features, -1)
+    return phi * (-1 / scale)
+
+
+def _key_columns(call: ColumnCall, head_dim: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, columns, weights) of every block of omega that is not zero."""
     starts = [0]
     for query_map in call.maps:
         starts.append(starts[-1] + head_dim // query_map.group_size)
     first = 0
     for segment in call.segments:
-        last = first + segment.keys.shape[2]
-        for term in segment.noise:
-            place = next(i for i, m in enumerate(call.maps) if term.query_map.same_as(m))
-            omega[:, :, first:last, starts[place] : starts[place + 1]] += term.weights
-        first = last
-    return phi, omega
+        rows = slice(first, first + segment.keys.shape[2])
+        first = rows.stop
+        for place, query_map in enumerate(call.maps):
+            weights = [t.weights for t in segment.noise if t.query_map.same_as(query_map)]
+            if weights:
+                total = weights[0] if len(weights) == 1 else sum(weights[1:], weights[0])
+                yield rows, slice(starts[place], starts[place + 1]), total
 
 
 def balance(phi: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
