@@ -19,6 +19,7 @@ from videokv.outputs import describe
 from videokv.report import studies_cli
 from videokv.report.claims_cli import claims
 from videokv.stopping import INTERRUPTED
+from videokv.studies.bench_cli import bench
 from videokv.studies.prefill_cli import prefill
 from videokv.studies.run_cli import run
 from videokv.worldmodel.cli import app as worldmodel_app
@@ -51,6 +52,7 @@ app.command()(run)
 for study in studies_cli.COMMANDS:
     app.command()(study)
 app.command()(claims)
+app.command()(bench)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 

@@ -101,12 +101,14 @@ class Segment:
     """Dense keys and values of consecutive tokens, with the noise that keys carry.
 
     keys ``[B, Hkv, T, D]``, values ``[B, Hkv, T, Dv]``; noise is () for exact keys: sink, recent
-    and current chunks, whose scores no correction may touch.
+    and current chunks, whose scores no correction may touch. spare: elements in memory right after
+    the channels of each key that belong to nobody: a backend may write there.
     """
 
     keys: Tensor
     values: Tensor
     noise: tuple[ScoreNoise, ...] = ()
+    spare: int = 0
 
 
 class AttentionBackend(Protocol):

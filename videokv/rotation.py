@@ -38,6 +38,13 @@ class Rotation:
 
 
 @functools.lru_cache(maxsize=64)
+def signs(rotation: Rotation, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """H sqrt(D) ``[D, D]``: for powers of two 1 and -1, exact in every dtype."""
+    exact = rotation.matrix(dtype=torch.float64) * rotation.head_dim**0.5
+    return exact.to(device, dtype).contiguous()
+
+
+@functools.lru_cache(maxsize=64)
 def _matrix(head_dim: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (head_dim,), generator=generator).double() * 2 - 1

@@ -14,8 +14,16 @@ from torch import Tensor
 from videokv.attention.checks import check_call
 from videokv.protocols import AttentionBackend, Segment
 
-# Modules with a BACKEND, in the order in which "auto" tries them; imported when first needed.
-_MODULES = {"sdpa": "videokv.attention.sdpa", "eager": "videokv.attention.eager"}
+# Module and name of each backend; imported when first needed.
+_BACKENDS = {
+    "sdpa": ("videokv.attention.sdpa", "BACKEND"),
+    "triton": ("videokv.attention.triton", "BACKEND"),
+    "triton-fp8": ("videokv.attention.triton", "FP8_BACKEND"),
+    "flex": ("videokv.attention.flex", "BACKEND"),
+    "eager": ("videokv.attention.eager", "BACKEND"),
+}
+# What "auto" tries, in this order: the others round more, or are there to be compared with.
+_AUTO = ("sdpa", "triton", "eager")
 
 
 @dataclass(frozen=True)
@@ -27,15 +35,16 @@ class Choice:
 
 
 def backend_names() -> tuple[str, ...]:
-    """Backends that can be asked for, in the order in which "auto" tries them."""
-    return tuple(_MODULES)
+    """Backends that can be asked for by name."""
+    return tuple(_BACKENDS)
 
 
 def load_backend(name: str) -> AttentionBackend:
     """The backend called ``name``; ValueError where there is none."""
-    if name not in _MODULES:
+    if name not in _BACKENDS:
         raise ValueError(f"unknown backend {name!r}; use 'auto' or one of {backend_names()}")
-    found: AttentionBackend = importlib.import_module(_MODULES[name]).BACKEND
+    module, attribute = _BACKENDS[name]
+    found: AttentionBackend = getattr(importlib.import_module(module), attribute)
     return found
 
 
@@ -51,7 +60,7 @@ def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str =
             raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
         return Choice(backend, "asked for")
     refusals: list[str] = []
-    for name in _MODULES:
+    for name in _AUTO:
         reason = load_backend(name).refusal(query, filled)
         if reason is None:
             return Choice(name, "; ".join(refusals) or "the fastest that serves the call")
@@ -73,7 +82,8 @@ def attend(
     query: ``[B, Hq, M, D]``. segments: the chunks in order, then the current one; empty ones are
     skipped. b corrects the scores of segments that carry noise, and of no other. scale: softmax
     scale, 1/sqrt(D) by default. causal: the last segment holds the queries' own M tokens; query m
-    sees all earlier segments and the rows <= m of the last. backend: "auto", "sdpa" or "eager".
+    sees all earlier segments and the rows <= m of the last. backend: "auto" or one of
+    ``backend_names()``.
 
     Returns the output ``[B, Hq, M, Dv]`` in the query's dtype and, where ``need_lse``, the
     natural-log log-sum-exp of the corrected scores ``[B, Hq, M]`` in float32 (float64 for float64
@@ -88,7 +98,7 @@ def attend(
     if not filled or not query.shape[2]:
         return _nothing_seen(query, segments[0].values.shape[3], need_lse=need_lse)
     choice = explain_choice(query, filled, backend=backend)
-    if backend == "auto" and choice.backend != next(iter(_MODULES)):
+    if backend == "auto" and choice.backend != _AUTO[0]:
         _say_once(f"attention runs on backend {choice.backend!r}: {choice.why}")
     return load_backend(choice.backend).attend(
         query, filled, scale=scale, causal=causal, need_lse=need_lse

@@ -8,17 +8,17 @@ scores are corrected by exactly zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from videokv.attention.adjacent import consecutive, joined
 from videokv.noise import QueryMap
 from videokv.protocols import Segment
 
 COLUMN_BUDGET = 32
-_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,49 +68,79 @@ def with_columns(
 ) -> tuple[Tensor, Tensor]:
     """q ``[B, Hq, M, width]`` and k ``[B, Hkv, T, width]`` with columns, zero-padded to width.
 
-    In bfloat16 and float16 every column of q and k is brought to the same size by a power of two,
-    so that neither overflows nor goes subnormal; what remains is the rounding of both factors, an
-    error of at most 2^-7 of b in bfloat16 and 2^-10 in float16.
+    In float16 every column of q and k is brought to the same size by a power of two, so that
+    neither overflows nor goes subnormal; what remains is the rounding of both factors, an error of
+    at most 2^-7 of b in bfloat16 and 2^-10 in float16.
     """
     head_dim = query.shape[3]
     keys = [s.keys for s in call.segments]
     if width == head_dim:
-        return query, keys[0] if len(keys) == 1 else torch.cat(keys, 2)
+        return query, joined(keys)
     end = head_dim + call.columns
-    tokens = sum(k.shape[2] for k in keys)
     wide_query = query.new_zeros(*query.shape[:3], width)
-    wide_keys = query.new_zeros(query.shape[0], keys[0].shape[1], tokens, width)
     wide_query[..., :head_dim] = query
-    start = 0
-    for part in keys:
-        wide_keys[:, :, start : start + part.shape[2], :head_dim] = part
-        start += part.shape[2]
-    if call.columns:
-        phi, omega = _columns(query, call, scale=scale)
-        if query.dtype in _HALF:
-            phi, omega = balance(phi, omega)
+    wide_keys = _widened(call.segments, width)
+    if call.columns and query.dtype == torch.float16:
+        phi, omega = balance(*score_columns(query, call, scale=scale))
         wide_query[..., head_dim:end] = phi
         wide_keys[..., head_dim:end] = omega
+    elif call.columns:  # BF16 has float32's range: nothing to balance
+        wide_query[..., head_dim:end] = query_columns(query, call, scale=scale)
+        for rows, columns, weights in _key_columns(call, head_dim):
+            wide_keys[:, :, rows, head_dim:end][..., columns] = weights
     return wide_query, wide_keys
 
 
-def _columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:
+def _widened(segments: Sequence[Segment], width: int) -> Tensor:
+    """All keys with zeros after them, ``[B, Hkv, T, width]``: in place where there is room."""
+    keys = [s.keys for s in segments]
+    head_dim = keys[0].shape[3]
+    if all(s.spare >= width - head_dim for s in segments) and consecutive(keys):
+        rows = joined(keys)
+        wide = rows.as_strided((*rows.shape[:3], width), rows.stride(), rows.storage_offset())
+        wide[..., head_dim:] = 0
+        return wide
+    tokens = sum(k.shape[2] for k in keys)
+    wide = keys[0].new_zeros(*keys[0].shape[:2], tokens, width)
+    start = 0
+    for part in keys:
+        wide[:, :, start : start + part.shape[2], :head_dim] = part
+        start += part.shape[2]
+    return wide
+
+
+def score_columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:
     """-phi/scale ``[B, Hq, M, F]`` and omega ``[B, Hkv, T, F]``, at least float32."""
-    phi = torch.cat([m.features(query, scale=scale) for m in call.maps], -1) * (-1 / scale)
+    phi = query_columns(query, call, scale=scale)
     batch, heads, _, head_dim = call.segments[0].keys.shape
     tokens = sum(s.keys.shape[2] for s in call.segments)
     omega = phi.new_zeros(batch, heads, tokens, phi.shape[3])
+    for rows, columns, weights in _key_columns(call, head_dim):
+        omega[:, :, rows, columns] = weights
+    return phi, omega
+
+
+def query_columns(query: Tensor, call: ColumnCall, *, scale: float) -> Tensor:
+    """-phi/scale ``[B, Hq, M, F]``, at least float32."""
+    features = [m.features(query, scale=scale) for m in call.maps]
+    phi = features[0] if len(features) == 1 else torch.cat(features, -1)
+    return phi * (-1 / scale)
+
+
+def _key_columns(call: ColumnCall, head_dim: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, columns, weights) of every block of omega that is not zero."""
     starts = [0]
     for query_map in call.maps:
         starts.append(starts[-1] + head_dim // query_map.group_size)
     first = 0
     for segment in call.segments:
-        last = first + segment.keys.shape[2]
-        for term in segment.noise:
-            place = next(i for i, m in enumerate(call.maps) if term.query_map.same_as(m))
-            omega[:, :, first:last, starts[place] : starts[place + 1]] += term.weights
-        first = last
-    return phi, omega
+        rows = slice(first, first + segment.keys.shape[2])
+        first = rows.stop
+        for place, query_map in enumerate(call.maps):
+            weights = [t.weights for t in segment.noise if t.query_map.same_as(query_map)]
+            if weights:
+                total = weights[0] if len(weights) == 1 else sum(weights[1:], weights[0])
+                yield rows, slice(starts[place], starts[place + 1]), total
 
 
 def balance(phi: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from videokv.cache.chunks import sliced
+from videokv.cache.few import MOST_PACKED_QUERIES, packed_parts
 from videokv.cache.layer import Coding, LayerCache, LayerState
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
 from videokv.cache.memory import Memory, measured
 from videokv.cache.policy import CachePolicy
+from videokv.cache.rows import worth_gathering
 from videokv.cache.workspace import Workspace
 from videokv.protocols import Correction, Quantizer, Segment
 
@@ -390,6 +392,16 @@ class KVCache:
         self, held: LayerCache, query: Tensor, current: Segment, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over past and current; in parts where the workspace is smaller than that."""
+        if worth_gathering(query.device) and getattr(self.recipe, "backend", None) == "auto":
+            found = self._attend_packed(held, query, current, scale=scale, causal=causal)
+            if found is not None:
+                return found
+        if self._workspace.budget_bytes is None and worth_gathering(query.device):
+            segments = held.gathered(current)
+            self._workspace.note_rows(held.index, segments[:-1])
+            return self.recipe.attend(
+                query, segments, scale=scale, causal=causal, need_lse=self._record_mass
+            )
         parts: list[tuple[Tensor, Tensor]] = []
         blocks = self._workspace.blocks(held.index, held.decoders(), layers=len(self._layers))
         for block, last in blocks:
@@ -408,6 +420,21 @@ class KVCache:
             return output, lse
         assert lse is not None
         return _merged([*parts, (output, lse)])
+
+    def _attend_packed(
+        self, held: LayerCache, query: Tensor, current: Segment, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Few queries read packed chunks as they are; None where they have to be decoded."""
+        reads = held.packed_reads() if query.shape[2] <= MOST_PACKED_QUERIES else None
+        parts = None if not reads else packed_parts(query, reads, scale=scale)
+        if parts is None:
+            return None
+        dense = [segment for _, segment in held.segments({})]
+        output, lse = self.recipe.attend(
+            query, [*dense, current], scale=scale, causal=causal, need_lse=True
+        )
+        assert lse is not None
+        return _merged([(output, lse), *parts])
 
     def _part(
         self, query: Tensor, segments: list[Segment], *, scale: float

@@ -19,6 +19,7 @@ from videokv.cache.chunks import (
 )
 from videokv.cache.moment import QueryMoment, updated
 from videokv.cache.policy import CachePolicy
+from videokv.cache.rows import SPARE_CHANNELS, RowBuffer
 from videokv.cache.select import selected
 from videokv.cache.workspace import Decoders
 from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
@@ -235,6 +236,38 @@ class LayerCache:
         waiting = state.open if state.open is None or state.open.end > first else None
         chunks = tuple(chunk for chunk in state.chunks if chunk.end > first)
         self.state = replace(state, first=first, chunks=chunks, open=waiting)
+
+    def gathered(self, current: Segment) -> list[Segment]:
+        """Everything committed and the current rows, one after the other in one buffer."""
+        correction = self.coding.correction
+        spare = 0 if correction is None else SPARE_CHANNELS
+        tokens = self.visible_tokens + current.keys.shape[2]
+        rows = RowBuffer(current, tokens=tokens, spare=spare)
+        found = []
+        for chunk in self.state.chunks:
+            noise: tuple = ()
+            if isinstance(chunk, PackedChunk):
+                self.decode_calls += len(chunk.sides())
+                if correction is not None and not isinstance(chunk.keys, Tensor):
+                    noise = correction.noise(chunk.keys, chunk.factors)
+            found.append(rows.add(chunk.keys, chunk.values, noise))
+        if self.state.open is not None:
+            found.append(rows.add(self.state.open.keys, self.state.open.values))
+        found.append(rows.add(current.keys, current.values))
+        return found
+
+    def packed_reads(self) -> list[tuple[Packed, Packed, tuple]] | None:
+        """Keys, values and noise of every packed chunk; None where one of them has a dense side."""
+        correction = self.coding.correction
+        found = []
+        for chunk in self.state.chunks:
+            if not isinstance(chunk, PackedChunk):
+                continue
+            if isinstance(chunk.keys, Tensor) or isinstance(chunk.values, Tensor):
+                return None
+            noise = () if correction is None else correction.noise(chunk.keys, chunk.factors)
+            found.append((chunk.keys, chunk.values, noise))
+        return found
 
     def crop(self, length: int, *, decode_partial: bool) -> None:
         """Forget every token from ``length`` on, the tail included.

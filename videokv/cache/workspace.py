@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from videokv.protocols import Segment
 
@@ -12,7 +12,8 @@ Decoders = dict[int, Callable[[], Segment]]
 def segment_bytes(segment: Segment) -> int:
     """Bytes of a decoded chunk: keys, values and the weights of its noise."""
     weights = sum(term.weights.nbytes for term in segment.noise)
-    return segment.keys.nbytes + segment.values.nbytes + weights
+    spare = segment.spare * segment.keys[..., 0].nbytes
+    return segment.keys.nbytes + spare + segment.values.nbytes + weights
 
 
 class Workspace:
@@ -71,6 +72,10 @@ class Workspace:
         }
         self._note(layer, sum(segment_bytes(segment) for segment in used.values()))
         return used
+
+    def note_rows(self, layer: int, segments: Iterable[Segment]) -> None:
+        """Count cached rows that were gathered for one call."""
+        self._note(layer, sum(segment_bytes(segment) for segment in segments))
 
     def keep_only(self, layer: int, ordinals: Collection[int]) -> None:
         """Forget chunks of a layer that were dropped."""

@@ -22,8 +22,8 @@ from videokv.kernels.assign_centroids import (
     label_means,
     spread_tokens,
 )
-from videokv.kernels.pack_codes import pack
-from videokv.kernels.quantize_groups import GroupedCodes, quantize_groups, reach, real_steps
+from videokv.kernels.quantize_groups import quantize_packed
+from videokv.kernels.reconstruct import Parts, fused, inner_parts
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers import register
@@ -105,8 +105,16 @@ class CentroidChunk:
         """(B, H, T, D) of the tensor that was encoded."""
         return self.residual.shape
 
+    def parts(self) -> Parts | None:
+        """Those of the residual with the centroids, None where they do not go together."""
+        inner = inner_parts(self.residual)
+        return None if inner is None else inner.with_stages(self.clusters)
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Residual plus centroids, added in float32: ``[B, H, T, D]``."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         total = self.residual.decode(torch.float32)
         for clusters in self.clusters:
             total.add_(clusters.gather())
@@ -157,37 +165,33 @@ class CentroidResidual:
         self.check(x.shape[-1])
         before = previous_clusters(context)
         found: list[Clusters] = []
-        residual = x.float()
+        residual = x  # kernels read it in its own dtype
         for stage in range(self.stages):
             previous = before[stage] if stage < len(before) else None
             found.append(self.clustering.fit(residual, seed=context.seed, previous=previous))
-            centroids = found[-1].gather()
-            residual = torch.sub(residual, centroids, out=centroids)
-        return CentroidChunk(tuple(found), self._quantize(residual, context))
+            if stage < self.stages - 1:
+                centroids = found[-1].gather()
+                residual = torch.sub(residual.float(), centroids, out=centroids)
+        return CentroidChunk(tuple(found), self._quantize(residual, found[-1], context))
 
-    def _quantize(self, residual: Tensor, context: EncodeContext) -> GroupedChunk:
-        grouped = quantize_groups(
-            residual, format=self.format, what=f"{context.role}s", layer=context.layer
+    def _quantize(self, x: Tensor, clusters: Clusters, context: EncodeContext) -> GroupedChunk:
+        """What the last stage's centroids leave of ``x``."""
+        grouped = quantize_packed(
+            x,
+            format=self.format,
+            what=f"{context.role}s",
+            layer=context.layer,
+            clusters=clusters,
+            away=self.symmetric,
         )
-        codes = _away_from_zero(residual, grouped, self.format) if self.symmetric else grouped.codes
         return GroupedChunk(
-            packed=pack(codes, bits=self.bits),
+            packed=grouped.packed,
             steps=grouped.steps,
             zeros=grouped.zeros,
             normaliser=grouped.normaliser,
             format=self.format,
-            head_dim=residual.shape[-1],
+            head_dim=x.shape[-1],
         )
-
-
-def _away_from_zero(residual: Tensor, grouped: GroupedCodes, format: GroupFormat) -> Tensor:
-    """The symmetric codes of ``residual`` with halves rounded away from zero (uint8, shifted)."""
-    step = real_steps(grouped.steps, grouped.normaliser).unsqueeze(-1)
-    ratio = residual.unflatten(-1, (-1, format.group_size)) / torch.where(step > 0, step, torch.inf)
-    whole = ratio.trunc()
-    codes = whole + (ratio - whole).mul_(2).trunc_()
-    bound = reach(format.bits)
-    return codes.clamp_(-bound, bound).add_(bound).to(torch.uint8).flatten(-2)
 
 
 def previous_clusters(context: EncodeContext) -> tuple[Clusters, ...]:

@@ -12,17 +12,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from videokv.kernels.pack_codes import pack, unpack
+from videokv.kernels.pack_codes import unpack
 from videokv.kernels.quantize_groups import (
     GroupedCodes,
     dequantize_groups,
     per_token,
-    quantize_groups,
+    quantize_packed,
     real_steps,
 )
+from videokv.kernels.reconstruct import Parts, fused
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
+from videokv.rotation import Rotation
 from videokv.tensors import SUPPORTED_BITS, GroupFormat
 
 ZERO_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,8 +55,26 @@ class GroupedChunk:
         """uint8 ``[B, H, T, D]``."""
         return unpack(self.packed, bits=self.format.bits, count=self.head_dim)
 
+    def parts(self) -> Parts:
+        """Itself, as the reconstruction kernel sees it."""
+        return Parts(
+            codes=self.packed,
+            bits=self.format.bits,
+            tokens=self.packed.shape[2],
+            head_dim=self.head_dim,
+            group_size=self.format.group_size,
+            steps=self.steps,
+            axis=self.format.axis,
+            scale=self.normaliser,
+            zero="none" if self.zeros is None else self.format.zero_point,
+            zeros=self.zeros,
+        )
+
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Reconstruct ``[B, H, T, D]``; transient: one float32 copy of the chunk and its codes."""
+        """Reconstruct ``[B, H, T, D]``; transient on the CPU: a float32 copy and the codes."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         grouped = GroupedCodes(self.codes(), self.steps, self.zeros, self.normaliser)
         return dequantize_groups(grouped, format=self.format, dtype=dtype)
 
@@ -90,13 +110,22 @@ class Groupwise:
         """Raise ValueError where ``group_size`` does not divide ``head_dim`` (axis "token")."""
         self.format.check_head_dim(head_dim)
 
-    def encode(self, x: Tensor, context: EncodeContext) -> GroupedChunk:
-        """Pack ``[B, H, T, D]``; ValueError names the layer where it is not finite."""
-        grouped = quantize_groups(
-            x, format=self.format, what=f"{context.role}s", layer=context.layer
+    def encode(
+        self, x: Tensor, context: EncodeContext, *, rotation: Rotation | None = None
+    ) -> GroupedChunk:
+        """Pack ``[B, H, T, D]``, rotated first where a rotation is given.
+
+        ValueError names the layer where it is not finite.
+        """
+        grouped = quantize_packed(
+            x,
+            format=self.format,
+            what=f"{context.role}s",
+            layer=context.layer,
+            rotation=rotation,
         )
         return GroupedChunk(
-            packed=pack(grouped.codes, bits=self.format.bits),
+            packed=grouped.packed,
             steps=grouped.steps,
             zeros=grouped.zeros,
             normaliser=grouped.normaliser,

@@ -16,8 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import Clusters, gather_centroids, nearest
-from videokv.kernels.pack_codes import pack, unpack
+from videokv.kernels.assign_centroids import Clusters, choose_by_range, gather_centroids, nearest
+from videokv.kernels.pack_codes import unpack
+from videokv.kernels.quantize_two_level import BITS, TOP, TwoLevelInput
+from videokv.kernels.reconstruct import Parts, fused
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
@@ -31,8 +33,6 @@ from videokv.quantizers.inputs import checked
 from videokv.quantizers.subspace import Subspace, check_moment
 from videokv.tensors import GroupFormat, require_finite
 
-BITS = 2
-TOP = (1 << BITS) - 1  # codes and zero points are 0..3
 LARGEST_RANGE = 65504.0 * 255 * TOP  # beyond it the FP16 scale of a head would overflow
 BLOCK_ELEMENTS = 1 << 24  # float32 elements of residuals tried at once (64 MiB)
 
@@ -63,8 +63,25 @@ class TwoLevelChunk:
         """Delta in float32 ``[B, H, T, G]``."""
         return self.steps.float() * self.scale.float()
 
+    def parts(self) -> Parts:
+        """Itself, as the reconstruction kernel sees it."""
+        return Parts(
+            codes=self.packed,
+            bits=BITS,
+            tokens=self.steps.shape[2],
+            head_dim=self.shape[3],
+            group_size=self.group_size,
+            steps=self.steps,
+            scale=self.scale,
+            zero="packed",
+            zeros=self.zeros,
+        )
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Reconstruct ``[B, H, T, D]``; the arithmetic is float32."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         batch, heads, tokens, size = self.shape
         groups = self.steps.shape[3]
         codes = unpack(self.packed, bits=BITS, count=tokens * size).float()
@@ -79,35 +96,22 @@ class TwoLevelChunk:
         return (ScoreNoise(self.real_steps().square(), QueryMap(self.group_size)),)
 
 
-def encode_two_level(x: Tensor, *, group_size: int, context: EncodeContext) -> TwoLevelChunk:
-    """Pack float32 ``[B, H, T, D]``. Synchronises once.
+def encode_two_level(
+    x: Tensor, *, group_size: int, context: EncodeContext, clusters: Clusters | None = None
+) -> TwoLevelChunk:
+    """Pack ``[B, H, T, D]`` less the centroids of ``clusters``. Synchronises once.
 
     Raises ValueError naming the layer where it is not finite or a group's range is beyond 5e7,
     which the FP16 scale cannot hold.
     """
-    groups = x.unflatten(-1, (-1, group_size))
-    # The grid must hold 0, for its zero point is one of its codes.
-    low = groups.amin(-1, keepdim=True).clamp(max=0)
-    span = groups.amax(-1, keepdim=True).clamp(min=0) - low
-    _require_span(span, x, context)
-    ideal = span / TOP
-    smallest = torch.finfo(torch.float16).smallest_normal * 2.0**-10
-    scale = (ideal.amax((2, 3), keepdim=True) / 255).clamp(min=smallest).half()  # [B, H, 1, 1, 1]
-    steps = (ideal / scale.float()).round_().clamp_(1, 255).mul_(span > 0)
-    divisor = torch.where(steps > 0, steps * scale.float(), torch.inf)
-    zeros = (-low / divisor).round_().clamp_(0, TOP)
-    codes = (groups / divisor).round_().add_(zeros).clamp_(0, TOP)
-    return TwoLevelChunk(
-        packed=pack(codes.to(torch.uint8).flatten(2), bits=BITS),
-        zeros=pack(zeros.to(torch.uint8).flatten(2), bits=BITS),
-        steps=steps.to(torch.uint8).squeeze(-1),
-        scale=scale.squeeze(-1),
-        group_size=group_size,
-    )
+    ready = TwoLevelInput(x, clusters, group_size=group_size)
+    _require_span(ready.widest, x, context)
+    codes = ready.encode()
+    return TwoLevelChunk(codes.packed, codes.zeros, codes.steps, codes.scale, group_size)
 
 
 def _require_span(span: Tensor, x: Tensor, context: EncodeContext) -> None:
-    widest = float(span.amax())
+    widest = float(span)
     if widest <= LARGEST_RANGE:
         return
     require_finite(x, what=f"{context.role}s", layer=context.layer)
@@ -150,26 +154,30 @@ class QueryAware:
         """Cluster ``[B, H, T, D]``, choose centroids for the queries, quantize the residual."""
         x = checked(x)
         self.check(x.shape[-1])
-        tokens = x.float()
         before = previous_clusters(context)
         previous = before[0] if before else None
-        clusters = self.clustering.fit(tokens, seed=context.seed, previous=previous)
+        clusters = self.clustering.fit(x, seed=context.seed, previous=previous)
         if self.metric != "none" and context.query_moment is not None:
-            clusters = self._reassigned(tokens, clusters, context.query_moment)
-        centroids = clusters.gather()
-        residual = torch.sub(tokens, centroids, out=centroids)
-        packed = encode_two_level(residual, group_size=self.group_size, context=context)
+            clusters = self._reassigned(x, clusters, context.query_moment)
+        packed = encode_two_level(x, group_size=self.group_size, context=context, clusters=clusters)
         return CentroidChunk((clusters,), packed)
 
     def _reassigned(self, x: Tensor, clusters: Clusters, moment: Tensor) -> Clusters:
         """The same centroids, labels by Eq. 12 among the nearest by Eq. 9."""
         check_moment(moment, x)
         weights = _channel_weights(moment)
+        count = min(self.candidates, clusters.table.shape[2])
+        if self.metric == "diagonal":
+            chosen = choose_by_range(
+                x, clusters.table, weights, group_size=self.group_size, candidates=count
+            )
+            if chosen is not None:
+                return Clusters(chosen, clusters.table)
+        x = x.float()
         lens = weights.sqrt().diag_embed() if self.metric == "diagonal" else _root(moment)
         group_weights = weights.unflatten(-1, (-1, self.group_size)).sum(-1)  # [B, H, G]
         table = clusters.table.float()
         seen_table = table @ lens
-        count = min(self.candidates, table.shape[2])
         labels = []
         for part in x.split(max(1, BLOCK_ELEMENTS // x[:, :, 0].numel()), dim=2):
             near = nearest(part @ lens, seen_table, count=count)

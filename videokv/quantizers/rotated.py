@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.quantize_groups import require_chunk
+from videokv.kernels.reconstruct import Parts, fused, inner_parts
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers import register
@@ -35,8 +36,16 @@ class RotatedChunk:
         """(B, H, T, D)."""
         return self.inner.shape
 
+    def parts(self) -> Parts | None:
+        """Those of ``inner`` with the rotation, None where they do not go together."""
+        inner = inner_parts(self.inner)
+        return None if inner is None else inner.with_rotation(self.rotation)
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Reconstruct ``[B, H, T, D]`` in the basis in which it was given."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         values = self.rotation.invert(self.inner.decode(torch.float32))
         if dtype == torch.float16:
             values.clamp_(-65504.0, 65504.0)  # the error may carry a value past the largest input
@@ -80,6 +89,9 @@ class Rotated:
         require_chunk(x)
         self.check(x.shape[-1])
         rotation = Rotation(x.shape[-1], context.seed)
+        if isinstance(self.inner, Groupwise):  # one kernel rotates and quantizes
+            inside = _inside(dataclasses.replace(context, query_moment=None), rotation)
+            return RotatedChunk(self.inner.encode(x, inside, rotation=rotation), rotation)
         rotated = rotation.apply(x.detach().to(torch.float32))
         return RotatedChunk(self.inner.encode(rotated, _inside(context, rotation)), rotation)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from videokv.kernels.reconstruct import LowRank, Parts, fused, inner_parts
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers.inputs import checked
@@ -78,8 +79,21 @@ class SubspaceChunk:
         """(B, H, T, D) of the tensor that was encoded."""
         return self.inner.shape
 
+    def parts(self) -> Parts | None:
+        """Those of ``inner`` with the repair, None where they do not go together."""
+        inner = inner_parts(self.inner)
+        if inner is None or self.repair is None:
+            return inner
+        repair = self.repair
+        return inner.with_low_rank(
+            LowRank(repair.basis, repair.codes, repair.scales, repair.places)
+        )
+
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Reconstruct ``[B, H, T, D]``; the repair is added in float32."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         if self.repair is None:
             return self.inner.decode(dtype)
         keys = self.repair.added_to(self.inner.decode(torch.float32))

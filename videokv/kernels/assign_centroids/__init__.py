@@ -7,20 +7,24 @@ nothing waits for the device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import reference
+from videokv.kernels.assign_centroids import choice, reference
 from videokv.kernels.assign_centroids.layout import Clusters, gather_centroids
 from videokv.kernels.assign_centroids.starts import (
     draw_tokens,
     label_means,
     spread_tokens,
 )
+from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
 
 __all__ = [
     "MAX_CENTROIDS",
     "Clusters",
+    "choose_by_range",
     "cluster",
     "draw_tokens",
     "gather_centroids",
@@ -43,7 +47,78 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
     _check(x, start)
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
+    if wants_kernels(x.device):
+        refusal = kernel_refusal(x)
+        if refusal is None:
+            return _by_kernel(x.detach(), start.float(), iterations=iterations)
+        say_once(f"k-means runs in PyTorch steps: {refusal}")
     return reference.cluster(x.float(), start.float(), iterations=iterations)
+
+
+def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
+    kernel = _kernel()
+    origin = x.mean(2, keepdim=True, dtype=torch.float32)
+    centroids = start - origin
+    for _ in range(iterations):
+        labels = kernel.nearest_one(x, origin, centroids)
+        centroids = kernel.means(x, origin, labels, centroids)
+    return labels, centroids + origin
+
+
+def choose_by_range(
+    x: Tensor, table: Tensor, weights: Tensor, *, group_size: int, candidates: int
+) -> Tensor | None:
+    """Of the centroids nearest in a diagonal metric, the one with the smallest weighted range of
+    the residual: QSAC's two steps in one kernel. None where PyTorch has to do it.
+
+    x ``[B, H, T, D]``; table ``[B, H, K, D]``; weights float32 ``[B, H, D]``. Labels uint8.
+    """
+    _check(x, table)
+    if not wants_kernels(x.device):
+        return None
+    refusal = kernel_refusal(x) or choice.refusal(
+        x, table, weights, group_size=group_size, candidates=candidates
+    )
+    if refusal is not None:
+        say_once(f"QSAC's choice runs in PyTorch steps: {refusal}")
+        return None
+    found: Tensor = _kernel().choose_by_range(
+        x.detach(), table.float(), weights, group_size=group_size, candidates=candidates
+    )
+    return found
+
+
+def kernel_refusal(x: Tensor) -> str | None:
+    """Why the k-means kernels do not serve ``x``, or None. Their first use is checked here."""
+    size = x.shape[3]
+    if size > 256 or x.shape[0] * x.shape[1] > 65535:
+        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
+    refusal = machine_refusal(x.device)
+    if refusal is not None:
+        return refusal
+    return checked_refusal("assign_centroids", (size, x.dtype), x.device, lambda: _self_check(x))
+
+
+def _self_check(x: Tensor) -> str | None:
+    """Means for given labels, and how much farther the kernel's choices are than the nearest."""
+    tokens = x.detach()[:2, :2, :500]
+    origin = tokens.mean(2, keepdim=True, dtype=torch.float32)
+    moved = tokens.float() - origin
+    table = moved[:, :, :: max(1, moved.shape[2] // 37)][:, :, :MAX_CENTROIDS].contiguous()
+    labels = _kernel().nearest_one(tokens, origin, table)
+    best = reference.nearest(moved, table, count=1)[..., 0]
+    far, near = ((moved - gather_centroids(table, ids)).norm() for ids in (labels, best))
+    got = _kernel().means(tokens, origin, best.to(torch.uint8), table)
+    off = (got - reference.means(moved, best, table)).norm() / moved.norm()
+    if float(far) <= 1.001 * float(near) + 1e-3 * float(moved.norm()) and float(off) <= 1e-3:
+        return None
+    return f"self-check failed: distances {float(far):.4g} for {float(near):.4g}, means {off:.1e}"
+
+
+def _kernel() -> Any:
+    from videokv.kernels.assign_centroids import triton
+
+    return triton
 
 
 def nearest(x: Tensor, centroids: Tensor, *, count: int = 1) -> Tensor:

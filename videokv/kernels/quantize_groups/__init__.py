@@ -16,27 +16,36 @@ gets a float32 normaliser, so that its steps keep their precision; other heads a
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from videokv.kernels.assign_centroids.layout import Clusters
+from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
+from videokv.kernels.pack_codes import pack
 from videokv.kernels.quantize_groups import reference
 from videokv.kernels.quantize_groups.layout import (
     GroupedCodes,
+    PackedGroups,
     blocks,
     per_token,
     reach,
     real_steps,
     unblocked,
 )
+from videokv.rotation import Rotation
 from videokv.tensors import GroupFormat, require_finite
 
 __all__ = [
     "GroupedCodes",
+    "PackedGroups",
     "blocks",
     "dequantize_groups",
+    "kernel_refusal",
     "per_token",
     "quantize_groups",
+    "quantize_packed",
     "reach",
     "real_steps",
     "require_chunk",
@@ -61,6 +70,122 @@ def quantize_groups(
     format.check_head_dim(x.shape[-1])
     raw, facts = reference.quantize(x, format=format)
     return _settled(raw, reference.Facts(*facts.tolist()), x, format, what, layer)
+
+
+def quantize_packed(
+    x: Tensor,
+    *,
+    format: GroupFormat,
+    what: str = "inputs",
+    layer: int = 0,
+    rotation: Rotation | None = None,
+    clusters: Clusters | None = None,
+    away: bool = False,
+) -> PackedGroups:
+    """``quantize_groups`` of ``x``, packed; on a GPU in one kernel.
+
+    rotation: applied first. clusters: their centroids are subtracted first. away: symmetric codes
+    round halves away from zero (as Quant-VideoGen does), not to even.
+    The same codes, steps and zeros as quantizing and packing one after the other (a rotation
+    differs in the last bit of float32 sums). Synchronises once and raises as ``quantize_groups``.
+    """
+    require_chunk(x)
+    format.check_head_dim(x.shape[-1])
+    if wants_kernels(x.device):
+        refusal = kernel_refusal(x, format=format, rotation=rotation, clusters=clusters, away=away)
+        if refusal is None:
+            raw, facts = _kernel().quantize(
+                x.detach(), format=format, rotation=rotation, clusters=clusters, away=away
+            )
+            known = reference.Facts(*facts.tolist())
+            if known.magnitude < LARGEST and not known.normalised:
+                bare = GroupedCodes(raw.packed, raw.steps, raw.zeros, None)
+                done = _settled(bare, known, x, format, what, layer)
+                return PackedGroups(done.codes, done.steps, done.zeros, None)
+        else:
+            say_once(f"quantize_groups runs in PyTorch steps: {refusal}")
+    x = _prepared(x, rotation, clusters)
+    grouped = quantize_groups(x, format=format, what=what, layer=layer)
+    codes = reference.away_from_zero(x, grouped, format=format) if away else grouped.codes
+    packed = pack(codes, bits=format.bits)
+    return PackedGroups(packed, grouped.steps, grouped.zeros, grouped.normaliser)
+
+
+def kernel_refusal(
+    x: Tensor,
+    *,
+    format: GroupFormat,
+    rotation: Rotation | None = None,
+    clusters: Clusters | None = None,
+    away: bool = False,
+) -> str | None:
+    """Why the Triton kernel does not serve this, or None. Its first use is checked here."""
+    size, group = x.shape[-1], format.group_size
+    if group & (group - 1):
+        return f"groups of {group} are no power of two"
+    if size > 256 or x.shape[0] * x.shape[1] > 65535:
+        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
+    if format.axis == "channel" and not 16 <= group <= 128:
+        return f"groups of {group} tokens; 16 to 128 fit into a block"
+    if format.axis == "channel" and rotation is not None:
+        return "groups along rotated tokens"
+    if rotation is not None and (size & (size - 1) or size < 16):
+        return f"a rotation of {size} channels, which is not exact in 16 bits"
+    refusal = machine_refusal(x.device)
+    if refusal is not None:
+        return refusal
+    config = (format, size, x.dtype, rotation is not None, clusters is not None, away)
+    return checked_refusal(
+        "quantize_groups",
+        config,
+        x.device,
+        lambda: _self_check(x, format, rotation, clusters, away),
+    )
+
+
+def _prepared(x: Tensor, rotation: Rotation | None, clusters: Clusters | None) -> Tensor:
+    """Rotated, or without its centroids, in float32; else as it is."""
+    if rotation is not None:
+        return rotation.apply(x.detach().to(torch.float32))
+    if clusters is not None:
+        centroids = clusters.gather()
+        return torch.sub(x.detach().to(torch.float32), centroids, out=centroids)
+    return x
+
+
+def _self_check(
+    x: Tensor,
+    format: GroupFormat,
+    rotation: Rotation | None,
+    clusters: Clusters | None,
+    away: bool,
+) -> str | None:
+    """Kernel against reference on a corner: the same bits, or with a rotation nearly all."""
+    corner = x.detach()[:2, :2, :300]
+    if clusters is not None:
+        clusters = Clusters(clusters.ids[:2, :2, :300], clusters.table[:2, :2])
+    got, _ = _kernel().quantize(
+        corner, format=format, rotation=rotation, clusters=clusters, away=away
+    )
+    corner = _prepared(corner, rotation, clusters)
+    want, facts = reference.quantize(corner, format=format)
+    if facts[3]:
+        raise ValueError("this tensor needs a normaliser, which the kernel does not give")
+    codes = reference.away_from_zero(corner, want, format=format) if away else want.codes
+    codes = pack(codes, bits=format.bits)
+    unlike = (got.packed != codes).float().mean() + (got.steps.float() != want.steps.float()).sum()
+    if got.zeros is not None and want.zeros is not None:
+        unlike = unlike + (got.zeros.float() != want.zeros.to(got.zeros.dtype).float()).sum()
+    if rotation is None:
+        return None if float(unlike) == 0 else "self-check failed: other bits than the reference"
+    share = float((got.packed != codes).float().mean())
+    return None if share < 1e-2 else f"self-check failed: {share:.1%} of the bytes differ"
+
+
+def _kernel() -> Any:
+    from videokv.kernels.quantize_groups import triton
+
+    return triton
 
 
 def dequantize_groups(grouped: GroupedCodes, *, format: GroupFormat, dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,16 @@ class GroupedCodes:
     normaliser: Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class PackedGroups:
+    """``GroupedCodes`` whose codes are packed, uint8 ``[B, H, T, bytes]``."""
+
+    packed: Tensor
+    steps: Tensor
+    zeros: Tensor | None
+    normaliser: Tensor | None
+
+
 def reach(bits: int) -> int:
     """Largest magnitude of a symmetric code (2 bits: 1, ternary)."""
     return (1 << (bits - 1)) - 1

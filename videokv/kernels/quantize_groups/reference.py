@@ -107,6 +107,17 @@ def _zero_facts(zeros: Tensor | None, step: Tensor, format: GroupFormat) -> tupl
     return torch.where(step > 0, 0, zeros).abs().amax(), integers
 
 
+def away_from_zero(x: Tensor, grouped: GroupedCodes, *, format: GroupFormat) -> Tensor:
+    """The symmetric codes of float32 ``x`` (groups along channels) with halves rounded away from
+    zero, uint8, shifted like those of ``grouped``."""
+    step = real_steps(grouped.steps, grouped.normaliser).unsqueeze(-1)
+    ratio = x.unflatten(-1, (-1, format.group_size)) / torch.where(step > 0, step, torch.inf)
+    whole = ratio.trunc()
+    codes = whole + (ratio - whole).mul_(2).trunc_()
+    bound = reach(format.bits)
+    return codes.clamp_(-bound, bound).add_(bound).to(torch.uint8).flatten(-2)
+
+
 def dequantize(grouped: GroupedCodes, *, format: GroupFormat, dtype: torch.dtype) -> Tensor:
     """See ``videokv.kernels.quantize_groups.dequantize_groups``."""
     step = real_steps(grouped.steps, grouped.normaliser)

@@ -1,0 +1,123 @@
+"""Compile Triton kernels for GPUs that are not there: a driver that only says what it would be.
+
+``with compiled_for(90) as kernels:`` any launch inside compiles the kernel for compute capability
+9.0 down to machine code and does not run it; ``kernels`` collects what was compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+@contextlib.contextmanager
+def compiled_for(capability: int) -> Iterator[list]:
+    """Launches become compilations; needs an interpreter-free process (TRITON_INTERPRET unset)."""
+    found: list = []
+    run = triton.runtime.jit.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found.append((self.fn.__name__, kernel))
+        return kernel
+
+    triton.runtime.driver.set_active(_driver(capability))
+    triton.runtime.jit.JITFunction.run = compile_only
+    try:
+        yield found
+    finally:
+        triton.runtime.jit.JITFunction.run = run
+
+
+def _driver(capability: int) -> types.SimpleNamespace:
+    target = GPUTarget("cuda", capability, 32)
+    return types.SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: capability,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_device_interface=lambda: torch.cuda,
+        map_python_to_cpp_type=lambda name: name,
+    )
+
+
+def _cases() -> dict:
+    """Name to a call of each kernel on small CPU tensors."""
+    import dataclasses
+    from functools import partial
+
+    import test_attend_packed_triton as packed
+    import test_attention_triton as attention
+    import test_quantize_groups_triton as groups
+    import test_reconstruct_triton as reconstruction
+
+    from videokv.kernels.assign_centroids import triton as centroids
+    from videokv.kernels.attend import Rows, to_e4m3
+    from videokv.kernels.attend.tiles import Tile
+    from videokv.kernels.quantize_two_level import triton as two_level
+    from videokv.rotation import Rotation
+    from videokv.tensors import GroupFormat
+
+    bf16 = torch.bfloat16
+    call = attention.make_call(bf16, size=128, value=128)
+    (k, ks), (v, vs) = to_e4m3(call.past.keys), to_e4m3(call.past.values)
+    fp8 = dataclasses.replace(call, past=Rows(k, v.mT.contiguous().mT, ks, vs))
+    x = groups.draw(1, 2, 67, 128).to(bf16)
+    origin, table = x.mean(2, keepdim=True, dtype=torch.float32), x[:, :, :16].float()
+    labels = torch.zeros(1, 2, 67, dtype=torch.uint8)
+    weights = torch.ones(1, 2, 128)
+    spans = torch.ones(1, 2, 1, 1)
+
+    def decode(name: str) -> None:
+        chunk = reconstruction.encoded(name)
+        reconstruction.kernel.reconstruct(
+            chunk.parts(), torch.empty(chunk.shape, dtype=bf16), factor=None
+        )
+
+    tile = Tile(64, 64, 4, 2)
+    quantize = partial(groups.kernel.quantize, x)
+    return {
+        "reconstruct rtn": partial(decode, "rtn2"),
+        "reconstruct psac-rotated": partial(decode, "psac-rotated"),
+        "reconstruct quantwm": partial(decode, "quantwm"),
+        "attend": partial(attention.kernel.attend, call, tile=tile),
+        "attend fp8": partial(attention.kernel.attend, fp8, tile=tile),
+        "attend_packed": lambda: packed.kernel.attend_packed(packed.make_call("rtn", dtype=bf16)),
+        "quantize rtn": partial(quantize, format=GroupFormat(2, 32)),
+        "quantize kivi": partial(quantize, format=GroupFormat(2, 32, axis="channel")),
+        "quantize quarot": partial(quantize, format=GroupFormat(2, 32), rotation=Rotation(128)),
+        "assign": partial(centroids.nearest_one, x, origin, table),
+        "means": partial(centroids.means, x, origin, labels, table),
+        "choose": partial(
+            centroids.choose_by_range, x, table, weights, group_size=64, candidates=4
+        ),
+        "two-level spans": partial(two_level.spans, x, None, group_size=64),
+        "two-level encode": partial(two_level.encode, x, None, spans, group_size=64),
+    }
+
+
+def main(capability: int) -> None:
+    """Compile everything; a name a line."""
+    from videokv.kernels import gpu
+
+    # What a kernel would be asked for on a GPU, though the tensors are on the CPU.
+    gpu_products = {torch.float32: "tf32x3"}
+    for module in list(sys.modules.values()):
+        if getattr(module, "products", None) is gpu.products:
+            module.products = lambda dtype, device: gpu_products.get(dtype, "tf32")
+    for name, run in _cases().items():
+        if capability < 89 and "fp8" in name:
+            continue
+        with compiled_for(capability) as found:
+            run()
+        print(f"{name}: {found[-1][1].metadata.shared} bytes of shared memory", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""Few queries on packed chunks: the kernel against reconstruct-then-attend."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from videokv.kernels.attend_packed import PackedCall, reference
+from videokv.protocols import EncodeContext
+from videokv.quantizers.centroid_residual import CentroidResidual, Clustering
+from videokv.quantizers.groupwise import Groupwise
+from videokv.quantizers.query_aware import QueryAware
+from videokv.quantizers.rotated import Rotated
+from videokv.tensors import GroupFormat, map_tensors
+
+pytest.importorskip("triton")
+from videokv.kernels.attend_packed import triton as kernel  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RTN = Groupwise(GroupFormat(2, 32))
+CLUSTERING = Clustering(centroids=4)
+SIDES = {
+    "rtn": (RTN, RTN, 64),
+    "kivi": (Groupwise(GroupFormat(2, 32, axis="channel")), RTN, 64),
+    "quarot": (Rotated(RTN), Rotated(RTN), 64),
+    "qvg": (CentroidResidual(clustering=CLUSTERING),) * 2 + (64,),
+    "two-level": (QueryAware(32, clustering=CLUSTERING),) * 2 + (64,),
+    "odd": (Groupwise(GroupFormat(4, 40)), Groupwise(GroupFormat(3, 16)), 80),
+}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_call(name, *, dtype=torch.float32, heads=(4, 2), queries=3, tokens=150, columns=2):
+    key_quantizer, value_quantizer, size = SIDES[name]
+    chunks = []
+    for role, quantizer, seed in (("key", key_quantizer, 1), ("value", value_quantizer, 2)):
+        x = draw(2, heads[1], tokens, size, seed=seed)
+        chunk = quantizer.encode(x, EncodeContext(0, role))
+        chunks.append(map_tensors(chunk.parts(), lambda t: t.to(DEVICE)))
+    columns_q = -draw(2, heads[0], queries, columns, seed=4).abs().to(DEVICE) if columns else None
+    columns_k = draw(2, heads[1], tokens, columns, seed=5).abs().to(DEVICE) if columns else None
+    query = draw(2, heads[0], queries, size, seed=3).to(DEVICE, dtype)
+    return PackedCall(query, *chunks, size**-0.5, columns_q, columns_k)
+
+
+def off(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_against_the_reference(name):
+    call = make_call(name)
+    got, lse = kernel.attend_packed(call)
+    want, want_lse = reference.attend_packed(call)
+    assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 129])
+def test_token_counts_splits_and_no_columns(tokens, monkeypatch):
+    monkeypatch.setattr(kernel, "PROGRAMS", 12)
+    call = make_call("rtn", tokens=tokens, columns=0, heads=(2, 2), queries=1)
+    got, lse = kernel.attend_packed(call)
+    want, want_lse = reference.attend_packed(call)
+    assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
+
+
+def test_half_precision():
+    call = make_call("quarot", dtype=torch.float16)
+    got, lse = kernel.attend_packed(call)
+    want, want_lse = reference.attend_packed(call)
+    assert off(got, want) < 3e-3 and off(lse, want_lse) < 3e-3
+
+
+def test_calls_that_make_no_sense_are_refused():
+    call = make_call("rtn")
+    with pytest.raises(ValueError, match="come in pairs"):
+        dataclasses.replace(call, extra_keys=None)
+    with pytest.raises(ValueError, match="other tokens"):
+        dataclasses.replace(call, keys=make_call("rtn", tokens=7).keys)

@@ -1,0 +1,256 @@
+"""Our attention kernel against the written-out reference in float64 and the oracle backend."""
+
+import dataclasses
+
+import pytest
+import torch
+from attention_fakes import Draw
+
+from videokv.attention import attend as attend_segments
+from videokv.attention import load_backend
+from videokv.attention.adjacent import joined
+from videokv.kernels import gpu
+from videokv.kernels.attend import Call, Rows, reference, to_e4m3
+from videokv.kernels.attend.tiles import Tile, choose_tile
+from videokv.noise import QueryMap
+from videokv.protocols import Segment
+
+pytest.importorskip("triton")
+from videokv.kernels.attend import triton as kernel  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Queries, keys, weights and values rounded by 2.6 % each; the interpreter truncates.
+FP8_TOLERANCE = 6e-2 if DEVICE == "cuda" else 1e-1
+# The interpreter's product of BF16 blocks is wrong: BF16 is tested on a GPU.
+HALVES = [torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+SMALL = Tile(16, 32, 4, 2)
+
+
+def off(got, want):
+    want = want.double()
+    return float((got.double() - want).norm() / want.norm())
+
+
+def draw(dtype, *shape, seed=0):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype).to(DEVICE)
+
+
+def make_call(
+    dtype=torch.float32, *, heads=(2, 2), rows=33, past=63, current=33, size=64, value=64,
+    columns=2, causal=False, batch=1,
+):  # fmt: skip
+    query_heads, kv_heads = heads
+    kv = (batch, kv_heads)
+
+    def part(tokens, seed):
+        if not tokens:
+            return None
+        keys = draw(dtype, *kv, tokens, size, seed=seed)
+        return Rows(keys, draw(dtype, *kv, tokens, value, seed=seed + 1))
+
+    extra = columns and past
+    return Call(
+        query=draw(dtype, batch, query_heads, rows, size, seed=7),
+        past=part(past, 1),
+        current=part(current, 3),
+        scale=size**-0.5,
+        extra_query=-draw(torch.float32, batch, query_heads, rows, columns, seed=8).abs()
+        if extra
+        else None,
+        extra_keys=draw(torch.float32, *kv, past, columns, seed=9).abs() if extra else None,
+        causal=causal,
+    )
+
+
+def wide(call):
+    """The same in float64."""
+
+    def part(rows):
+        if rows is None:
+            return None
+        return Rows(rows.keys.double(), rows.values.double())
+
+    return dataclasses.replace(
+        call, query=call.query.double(), past=part(call.past), current=part(call.current)
+    )
+
+
+def check(call, *, tile=SMALL, tolerance=None):
+    got, got_lse = kernel.attend(call, tile=tile)
+    want, want_lse = reference.attend(wide(call))
+    tolerance = tolerance or TOLERANCE[call.query.dtype]
+    assert got.dtype == call.query.dtype and got_lse.dtype == torch.float32
+    assert off(got, want) < tolerance
+    assert off(got_lse, want_lse) < tolerance
+
+
+CASES = {
+    "past and current": {},
+    "past alone": {"current": 0},
+    "current alone": {"past": 0},
+    "causal": {"causal": True},
+    "causal alone": {"causal": True, "past": 0},
+    "no correction": {"columns": 0},
+    "grouped heads": {"heads": (6, 2), "batch": 2},
+    "odd sizes": {"size": 80, "value": 72},
+    "values narrower": {"size": 64, "value": 40},
+    "one query": {"rows": 1},
+    "one key": {"past": 1, "current": 1},
+    "whole blocks": {"past": 64, "current": 32, "rows": 32},
+    "many columns": {"columns": 80, "size": 80},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_against_float64(case):
+    check(make_call(**CASES[case]))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("case", ["past and current", "causal", "odd sizes", "grouped heads"])
+def test_half_types(case, dtype):
+    check(make_call(dtype, **CASES[case]))
+
+
+@pytest.mark.parametrize("tile", [Tile(32, 16, 4, 1), Tile(16, 64, 4, 2), Tile(64, 64, 4, 2)])
+def test_any_tile_gives_the_same(tile):
+    check(make_call(rows=70, current=70, causal=True), tile=tile)
+
+
+def test_slices_of_one_buffer_and_expanded_batches():
+    call = make_call(size=64)
+    fused = draw(torch.float32, 1, 96, 3, 2, 64, seed=5)  # [B, S, 3, H, D]
+    query, keys, values = (fused[:, :, i].transpose(1, 2) for i in range(3))
+    past = Rows(keys[:, :, :63].expand(2, -1, -1, -1), values[:, :, :63].expand(2, -1, -1, -1))
+    call = dataclasses.replace(
+        call,
+        query=query[:, :, 63:].expand(2, -1, -1, -1),
+        past=past,
+        current=Rows(
+            keys[:, :, 63:].expand(2, -1, -1, -1), values[:, :, 63:].expand(2, -1, -1, -1)
+        ),
+        extra_query=call.extra_query.expand(2, -1, -1, -1),
+        extra_keys=call.extra_keys.expand(2, -1, -1, -1),
+    )
+    check(call)
+
+
+def test_values_stored_transposed():
+    call = make_call()
+    turned = call.past.values.mT.contiguous().mT
+    check(dataclasses.replace(call, past=Rows(call.past.keys, turned)))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("case", ["past and current", "past alone", "grouped heads", "odd sizes"])
+def test_fp8_past(case, dtype):
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs E4M3 products")
+    call = make_call(dtype, **CASES[case])
+    want, want_lse = reference.attend(wide(call))
+    (keys, key_scale), (values, value_scale) = to_e4m3(call.past.keys), to_e4m3(call.past.values)
+    call = dataclasses.replace(call, past=Rows(keys, values, key_scale, value_scale))
+    got, lse = kernel.attend(call, tile=SMALL)
+    assert off(got, want) < FP8_TOLERANCE and off(lse, want_lse) < 2e-2
+
+
+def segments(draw_):
+    """Sink, two corrected chunks (one repaired in a basis), and the current chunk."""
+    shape = (1, 2, 21, 64)
+    basis = torch.linalg.qr(draw_.normal(1, 2, 64, 3).float())[0]
+    return [
+        draw_.segment(shape, 48),
+        draw_.segment(shape, 48, draw_.term(shape, 32)),
+        draw_.segment(shape, 48, draw_.term(shape, 16, basis=basis)),
+        draw_.segment(shape, 48),
+    ]
+
+
+def usable(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr("videokv.kernels.attend.machine_refusal", lambda device: None)
+    monkeypatch.setattr(gpu, "_verdicts", {})
+    monkeypatch.setattr(load_backend("triton"), "_verdicts", {})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_backend_equals_the_oracle(monkeypatch, causal):
+    usable(monkeypatch)
+    draw_ = Draw(3)
+    parts, query = segments(draw_), draw_.normal(1, 4, 21, 64)
+    want, want_lse = attend_segments(
+        query, parts, scale=0.2, backend="eager", causal=causal, need_lse=True
+    )
+    parts = [_moved(part) for part in parts]
+    got, lse = attend_segments(
+        query.to(DEVICE), parts, scale=0.2, backend="triton", causal=causal, need_lse=True
+    )
+    assert off(got.cpu(), want) < 1e-5 and off(lse.cpu(), want_lse) < 1e-5
+
+
+def test_backend_serves_a_step_for_every_channel_and_refuses_exact(monkeypatch):
+    usable(monkeypatch)
+    draw_ = Draw(4)
+    shape = (1, 2, 21, 80)
+    parts = [
+        _moved(draw_.segment(shape, 80, draw_.term(shape, 1))),
+        _moved(draw_.segment(shape, 80)),
+    ]
+    query = draw_.normal(1, 2, 9, 80).to(DEVICE)
+    want, _ = attend_segments(query, parts, backend="eager")
+    assert off(attend_segments(query, parts, backend="triton")[0], want) < 1e-5
+    exact = draw_.segment(shape, 80, draw_.term(shape, 16, exact=True))
+    assert "exact" in load_backend("triton").refusal(query.cpu(), [exact])
+
+
+def test_a_wrong_kernel_is_refused_with_its_error(monkeypatch):
+    usable(monkeypatch)
+    call = make_call()
+    monkeypatch.setattr(kernel, "attend", lambda call, tile: (call.query * 0, call.query[..., 0]))
+    parts = [Segment(call.past.keys, call.past.values)]
+    with pytest.raises(ValueError, match="self-check failed"):
+        attend_segments(call.query, parts, backend="triton")
+    assert torch.isfinite(attend_segments(call.query, parts)[0]).all()
+
+
+def test_small_shared_memory_gets_smaller_tiles_and_none_is_said():
+    sizes = {"item_bytes": 2, "head_dim": 128, "value_dim": 128, "columns": 4, "rows": 4680}
+    hopper, small = (choose_tile(limit_bytes=kib << 10, **sizes) for kib in (227, 99))
+    assert hopper == Tile(128, 128, 8, 2)
+    assert small is not None and small.keys < hopper.keys
+    assert choose_tile(limit_bytes=4 << 10, **sizes) is None
+    wide_heads = sizes | {"head_dim": 256, "value_dim": 256}
+    assert choose_tile(limit_bytes=99 << 10, **wide_heads) is not None
+
+
+def test_consecutive_rows_are_joined_without_a_copy():
+    buffer = torch.arange(2 * 3 * 20 * 8.0).reshape(2, 3, 20, 8)
+    parts = [buffer[:, :, 2:7, :5], buffer[:, :, 7:8, :5], buffer[:, :, 8:19, :5]]
+    view = joined(parts)
+    assert torch.equal(view, torch.cat(parts, 2))
+    assert view.data_ptr() == parts[0].data_ptr()
+    assert joined([parts[0], parts[2]]).data_ptr() != parts[0].data_ptr()
+    assert torch.equal(joined([parts[1], parts[0]]), torch.cat([parts[1], parts[0]], 2))
+
+
+def test_calls_that_make_no_sense_are_refused():
+    call = make_call()
+    with pytest.raises(ValueError, match="past or current"):
+        dataclasses.replace(call, past=None, current=None)
+    with pytest.raises(ValueError, match="come in pairs"):
+        dataclasses.replace(call, extra_query=None)
+    with pytest.raises(ValueError, match="power of two"):
+        Tile(48, 32, 4, 2)
+
+
+def _moved(part):
+    terms = []
+    for term in part.noise:
+        basis = term.query_map.basis
+        query_map = QueryMap(
+            term.query_map.group_size, basis=None if basis is None else basis.to(DEVICE)
+        )
+        terms.append(type(term)(term.weights.to(DEVICE), query_map, term.exact))
+    return Segment(part.keys.to(DEVICE), part.values.to(DEVICE), tuple(terms))

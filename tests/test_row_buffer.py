@@ -1,0 +1,80 @@
+"""One buffer for all rows of a layer: same attention, no joining, columns written in place."""
+
+import pytest
+import torch
+from attention_fakes import Draw
+
+import videokv
+from videokv.attention.columns import ColumnCall, with_columns
+from videokv.cache import cache as cache_module
+from videokv.protocols import Segment
+
+
+def run(name, monkeypatch, *, gather, chunks=4, tokens=24):
+    monkeypatch.setattr(cache_module, "worth_gathering", lambda device: gather)
+    generator = torch.Generator().manual_seed(0)
+    cache = videokv.recipe(name, sink_chunks=1).new_cache(layers=1)
+    outputs = []
+    for chunk in range(chunks):
+        q, k, v = (torch.randn(1, heads, tokens, 64, generator=generator) for heads in (4, 2, 2))
+        cache.write(0, chunk * tokens, k, v, q)
+        outputs.append(cache.attend(0, q, k, v))
+        cache.commit((chunk + 1) * tokens)
+    return outputs, cache
+
+
+@pytest.mark.parametrize("name", ["rtn-2bit", "quarot-2bit+calibrated", "quantwm-2bit+taylor"])
+def test_gathered_rows_give_the_same_attention(name, monkeypatch):
+    want, plain = run(name, monkeypatch, gather=False)
+    got, gathered = run(name, monkeypatch, gather=True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert gathered.decode_calls == plain.decode_calls
+    assert gathered.memory().workspace_peak_bytes >= plain.memory().workspace_peak_bytes > 0
+
+
+def test_columns_are_written_into_spare_channels():
+    draw = Draw(1)
+    shape = (1, 2, 9, 64)
+    loose = [draw.segment(shape, 64, draw.term(shape, 32)), draw.segment(shape, 64)]
+    buffer = torch.full((1, 2, 18, 80), torch.nan)
+    buffer[..., :64] = torch.cat([s.keys for s in loose], 2)
+    rows = [buffer[:, :, :9, :64], buffer[:, :, 9:, :64]]
+    tight = [
+        Segment(keys, s.values, s.noise, spare=16) for keys, s in zip(rows, loose, strict=True)
+    ]
+    query = draw.normal(1, 4, 5, 64)
+    pairs = []
+    for segments in (loose, tight):
+        call = ColumnCall(())
+        for segment in segments:
+            call = call.joined(segment)
+        pairs.append(with_columns(query, call, scale=0.1, width=80))
+    for a, b in zip(*pairs, strict=True):
+        assert torch.equal(a, b)
+    assert pairs[1][1].data_ptr() == buffer.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["rtn-2bit+calibrated", "quarot-2bit+taylor", "kivi-2bit"])
+def test_few_queries_read_packed_chunks(name, monkeypatch):
+    pytest.importorskip("triton")
+    from videokv.kernels import attend_packed as op
+    from videokv.kernels import gpu
+
+    calls = []
+    kernel = op._kernel()
+    honest = kernel.attend_packed
+    monkeypatch.setattr(kernel, "attend_packed", lambda call: calls.append(call) or honest(call))
+    monkeypatch.setattr(op, "machine_refusal", lambda device: None)
+    monkeypatch.setattr(gpu, "_verdicts", {})
+    outputs = []
+    for packed in (False, True):
+        _, cache = run(name, monkeypatch, gather=False, chunks=3)
+        monkeypatch.setattr(cache_module, "worth_gathering", lambda device, packed=packed: packed)
+        before, decoded = len(calls), cache.decode_calls
+        generator = torch.Generator().manual_seed(5)
+        q, k, v = (torch.randn(1, heads, 2, 64, generator=generator) for heads in (4, 2, 2))
+        outputs.append(cache.attend(0, q, k, v, causal=True))
+        assert (len(calls) > before) == packed
+        assert (cache.decode_calls == decoded) == packed
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)

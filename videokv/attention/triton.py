@@ -1,0 +1,130 @@
+"""Our own kernel: cached and current keys in one softmax, the correction as a second product.
+
+It takes what stock kernels do not: any number of columns up to 256 (a step for every channel, as
+KIVI's keys have), unequal head sizes, grouped heads, and E4M3 keys and values. Cached chunks are
+read where they lie if they are consecutive rows of one buffer; the current chunk always is.
+
+Precision: the columns are FP16 for 16-bit queries, an error of at most 2^-10 of the correction.
+``triton-fp8`` rounds cached keys, values, and what is multiplied with them, to E4M3 with a scale a
+head (relative error of the output about 5e-2 on Gaussian data, up to 1e-1 where attention is very
+concentrated); the current chunk stays exact.
+Its own conversion of the cached rows takes two more passes; ``kernels.reconstruct`` writes E4M3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from videokv.attention.adjacent import joined
+from videokv.attention.columns import ColumnCall, balance, score_columns
+from videokv.kernels.attend import MAX_COLUMNS, Call, Rows, attend, kernel_refusal, to_e4m3
+from videokv.protocols import Segment
+
+
+class TritonBackend:
+    """See the module. fp8: whether products with cached rows are E4M3 products."""
+
+    def __init__(self, *, fp8: bool = False) -> None:
+        self.fp8 = fp8
+        self.name = "triton-fp8" if fp8 else "triton"
+        self._verdicts: dict[Hashable, str | None] = {}
+
+    def refusal(self, query: Tensor, segments: Sequence[Segment]) -> str | None:
+        """Exact terms, what the kernel does not take, and a kernel that failed its check here."""
+        if any(term.exact for s in segments for term in s.noise):
+            return (
+                f"{self.name} serves corrections that are columns; correction 'exact' is not: use "
+                "backend='eager', or correction 'taylor' or 'cumulant'"
+            )
+        columns = _column_call(segments).columns
+        if columns > MAX_COLUMNS:
+            return f"{self.name}: {columns} columns of the correction are more than {MAX_COLUMNS}"
+        key = _shape_key(query, segments, columns)
+        if self._verdicts.get(key, "unknown") is not None:
+            call = self._call(query, _first_rows(segments), scale=1.0, causal=False)
+            self._verdicts[key] = kernel_refusal(call)
+        reason = self._verdicts[key]
+        return None if reason is None else f"{self.name}: {reason}"
+
+    def attend(
+        self,
+        query: Tensor,
+        segments: Sequence[Segment],
+        *,
+        scale: float,
+        causal: bool = False,
+        need_lse: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``AttentionBackend.attend``; the lse is float32 (float64 is refused).
+
+        Raises ValueError with the reason where the kernel cannot serve the call.
+        """
+        call = self._call(query, segments, scale=scale, causal=causal)
+        reason = kernel_refusal(call)
+        if reason is not None:
+            raise ValueError(f"backend {self.name!r}: {reason}; use backend='auto'")
+        out, lse = attend(call)
+        return out, lse if need_lse else None
+
+    def _call(
+        self, query: Tensor, segments: Sequence[Segment], *, scale: float, causal: bool
+    ) -> Call:
+        current = None if segments[-1].noise else segments[-1]
+        past = segments if current is None else segments[:-1]
+        extra_query = extra_keys = None
+        columns = _column_call(past)
+        if past and columns.columns:
+            extra_query, extra_keys = score_columns(query, columns, scale=scale)
+            if query.dtype != torch.float32:
+                extra_query, extra_keys = balance(extra_query, extra_keys)
+        return Call(
+            query,
+            self._past(past) if past else None,
+            None if current is None else Rows(current.keys, current.values),
+            scale,
+            extra_query,
+            extra_keys,
+            causal=causal and query.shape[2] > 1,
+        )
+
+    def _past(self, segments: Sequence[Segment]) -> Rows:
+        keys, values = joined([s.keys for s in segments]), joined([s.values for s in segments])
+        if not self.fp8:
+            return Rows(keys, values)
+        (keys, key_scale), (values, value_scale) = to_e4m3(keys), to_e4m3(values)
+        return Rows(keys, values, key_scale, value_scale)
+
+
+def _column_call(segments: Sequence[Segment]) -> ColumnCall:
+    """All segments in one call, however many columns they need."""
+    call = ColumnCall(())
+    for segment in segments:
+        call = call.joined(segment)
+    return call
+
+
+def _shape_key(query: Tensor, segments: Sequence[Segment], columns: int) -> Hashable:
+    """Calls of one key are served alike: what was served once is not looked at again."""
+    last = segments[-1]
+    sizes = (query.shape[0], query.shape[1], last.keys.shape[1], query.shape[3])
+    kinds = (len(segments) > 1, bool(last.noise), query.shape[2] <= 16, columns)
+    return (query.dtype, query.device, sizes, last.values.shape[3], kinds)
+
+
+def _first_rows(segments: Sequence[Segment], *, tokens: int = 64) -> list[Segment]:
+    """The first rows of each segment: enough to know whether a call can be served."""
+    return [
+        Segment(
+            s.keys[:, :, :tokens],
+            s.values[:, :, :tokens],
+            tuple(type(t)(t.weights[:, :, :tokens], t.query_map, t.exact) for t in s.noise),
+        )
+        for s in segments
+    ]
+
+
+BACKEND = TritonBackend()
+FP8_BACKEND = TritonBackend(fp8=True)

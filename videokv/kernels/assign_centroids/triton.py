@@ -1,0 +1,294 @@
+"""Triton kernels of k-means: labels by a product and a running argmin, means by a product with the
+labels' indicator.
+
+Both subtract the tokens' mean while they load, so tokens are read in their own dtype. Means are
+summed in a fixed order whatever the launch order: every program adds the tokens of one stretch for
+64 centroids, and the stretches are added one after the other. Products are TF32 on a GPU: a label
+may differ from the reference's where two centroids are equally far to 2^-10.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from videokv.kernels.gpu import on_device
+
+BLOCK_TOKENS = 64
+BLOCK_CENTROIDS = 64
+STRETCHES = 16  # of tokens that are summed apart
+_COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch"]
+
+
+def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
+    """Label uint8 ``[B, H, T]`` of the nearest row of ``table`` float32 ``[B, H, K, D]``.
+
+    x ``[B, H, T, D]`` of any dtype; origin float32 ``[B, H, 1, D]`` is subtracted from x; the
+    table is given without it. Ties go to the lower label.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, heads, tokens, size = x.shape
+    half_norms = table.square().sum(-1) / 2
+    labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=x.device)
+    with on_device(x.device):
+        _assign[(triton.cdiv(tokens, BLOCK_TOKENS), batch * heads)](
+            x,
+            *x.stride()[:3],
+            origin.contiguous(),
+            table.contiguous(),
+            half_norms.contiguous(),
+            labels,
+            heads,
+            tokens,
+            table.shape[2],
+            D=size,
+            BD=max(16, triton.next_power_of_2(size)),
+            BT=BLOCK_TOKENS,
+            BK=BLOCK_CENTROIDS,
+            PRECISION=_precision(x),
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+    return labels
+
+
+def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor:
+    """Means of ``x - origin`` of each label, float32 ``[B, H, K, D]``; ``fallback`` where none."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, heads, tokens, size = x.shape
+    centroids = fallback.shape[2]
+    stretch = triton.cdiv(triton.cdiv(tokens, STRETCHES), BLOCK_TOKENS) * BLOCK_TOKENS
+    count = triton.cdiv(tokens, stretch)
+    sums = torch.empty(count, batch, heads, centroids, size, device=x.device)
+    counts = torch.empty(count, batch, heads, centroids, device=x.device)
+    with on_device(x.device):
+        _sum[(count, triton.cdiv(centroids, BLOCK_CENTROIDS), batch * heads)](
+            x,
+            *x.stride()[:3],
+            origin.contiguous(),
+            labels.contiguous(),
+            sums,
+            counts,
+            heads,
+            tokens,
+            centroids,
+            stretch,
+            D=size,
+            BD=max(16, triton.next_power_of_2(size)),
+            BT=BLOCK_TOKENS,
+            BK=BLOCK_CENTROIDS,
+            PRECISION=_precision(x),
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+    total, members = sums.sum(0), counts.sum(0).unsqueeze(-1)
+    return torch.where(members > 0, total / members.clamp(min=1), fallback)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _assign(
+    x,
+    x_b,
+    x_h,
+    x_t,
+    origin,
+    table,
+    half_norms,
+    labels,
+    heads,
+    tokens,
+    centroids,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    live = token < tokens
+    channel = tl.arange(0, BD)
+    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+    best = tl.full([BT], float("inf"), tl.float32)
+    label = tl.zeros([BT], tl.int32)
+    for first in range(0, centroids, BK):
+        number = first + tl.arange(0, BK)
+        there = number < centroids
+        place = (head * centroids + number)[None, :] * D + channel[:, None]
+        rows = tl.load(table + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
+        half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
+        distance = half[None, :] - tl.dot(block, rows, input_precision=PRECISION)
+        smallest = tl.min(distance, 1)
+        found = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
+        closer = smallest < best
+        best = tl.where(closer, smallest, best)
+        label = tl.where(closer, found, label)
+    tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _sum(
+    x,
+    x_b,
+    x_h,
+    x_t,
+    origin,
+    labels,
+    sums,
+    counts,
+    heads,
+    tokens,
+    centroids,
+    stretch,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(2).to(tl.int64)
+    number = tl.program_id(1) * BK + tl.arange(0, BK)
+    channel = tl.arange(0, BD)
+    begin = tl.program_id(0) * stretch
+    total = tl.zeros([BK, BD], tl.float32)
+    members = tl.zeros([BK], tl.float32)
+    for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
+        token = first + tl.arange(0, BT)
+        live = token < tokens
+        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+        label = tl.load(labels + head * tokens + token, mask=live, other=0).to(tl.int32)
+        mine = (number[:, None] == label[None, :]) & live[None, :]
+        belongs = mine.to(tl.float32)
+        total = tl.dot(belongs, block, acc=total, input_precision=PRECISION)
+        members += tl.sum(belongs, 1)
+    there = number < centroids
+    line = (tl.program_id(0) * tl.num_programs(2) + head) * centroids + number
+    tl.store(counts + line, members, mask=there)
+    place = sums + line[:, None] * D + channel[None, :]
+    tl.store(place, total, mask=there[:, None] & (channel < D)[None, :])
+
+
+@triton.jit
+def _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D: tl.constexpr):
+    """Float32 tokens less their mean; 0 outside."""
+    inside = live[:, None] & (channel < D)[None, :]
+    base = (head // heads) * x_b + (head % heads) * x_h
+    place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
+    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
+    return tl.where(inside, values - middle[None, :], 0.0)
+
+
+def choose_by_range(
+    x: Tensor, table: Tensor, weights: Tensor, *, group_size: int, candidates: int
+) -> Tensor:
+    """QSAC's choice: of the ``candidates`` centroids nearest in the metric ``weights``, the one
+    whose residual has the smallest weighted range (2609.26425, Eq. 9-12). uint8 ``[B, H, T]``.
+
+    x ``[B, H, T, D]``; table float32 ``[B, H, K, D]``; weights float32 ``[B, H, D]``.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, heads, tokens, size = x.shape
+    centroids = table.shape[2]
+    lens = weights.sqrt().unsqueeze(2)  # [B, H, 1, D]
+    origin = table.mean(2, keepdim=True)
+    seen = (table - origin) * lens
+    # FP16 operands: brought to 64, which leaves tokens a thousand times that.
+    scale = 64.0 / seen.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
+    seen = seen * scale
+    labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=x.device)
+    group_weights = weights.unflatten(-1, (-1, group_size)).sum(-1)
+    with on_device(x.device):
+        _choose[(triton.cdiv(tokens, 32), batch * heads)](
+            x,
+            *x.stride()[:3],
+            origin.contiguous(),
+            table.contiguous(),
+            seen.half().contiguous(),
+            (seen.square().sum(-1) / 2).contiguous(),
+            (lens * scale).contiguous(),
+            group_weights.contiguous(),
+            labels,
+            heads,
+            tokens,
+            centroids,
+            D=size,
+            BD=max(16, triton.next_power_of_2(size)),
+            BT=32,
+            BK=max(16, triton.next_power_of_2(centroids)),
+            GROUP=group_size,
+            CANDIDATES=candidates,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return labels
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _choose(
+    x,
+    x_b,
+    x_h,
+    x_t,
+    origin,
+    table,
+    seen,
+    half_norms,
+    lens,
+    group_weights,
+    labels,
+    heads,
+    tokens,
+    centroids,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    live = token < tokens
+    channel = tl.arange(0, BD)
+    number = tl.arange(0, BK)
+    there = number < centroids
+    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+    eye = tl.load(lens + head * D + channel, mask=channel < D, other=0.0)
+    view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
+    place = (head * centroids + number)[None, :] * D + channel[:, None]
+    rows = tl.load(seen + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
+    half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
+    distance = half[None, :] - tl.dot(view, rows)
+
+    middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
+    group = tl.arange(0, BD // GROUP)
+    weight = tl.load(
+        group_weights + head * (D // GROUP) + group, mask=group < D // GROUP, other=0.0
+    )
+    best = tl.full([BT], float("inf"), tl.float32)
+    label = tl.zeros([BT], tl.int32)
+    for _ in tl.static_range(CANDIDATES):
+        smallest = tl.min(distance, 1)
+        near = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
+        distance = tl.where(number[None, :] == near[:, None], float("inf"), distance)
+        near = tl.minimum(near, centroids - 1)
+        where = (head * centroids + near)[:, None] * D + channel[None, :]
+        inside = live[:, None] & (channel < D)[None, :]
+        centre = tl.load(table + where, mask=inside, other=0.0) - middle[None, :]
+        rest = tl.reshape(tl.where(inside, block - centre, 0.0), [BT, BD // GROUP, GROUP])
+        spread = tl.max(rest, 2) - tl.min(rest, 2)
+        score = tl.sum(spread * spread * weight[None, :], 1)
+        better = (score < best) | ((score == best) & (near < label))
+        best = tl.where(better, score, best)
+        label = tl.where(better, near, label)
+    tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
+
+
+def _precision(x: Tensor) -> str:
+    """Of products of float32: the interpreter on the CPU knows the exact ones only."""
+    return "tf32" if x.device.type == "cuda" else "ieee"

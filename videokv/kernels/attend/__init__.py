@@ -1,0 +1,172 @@
+"""Attention over cached and current keys in one softmax, the correction as a second small product.
+
+    s = scale (q . k + extra_q . extra_k)   cached keys;        s = scale q . k   current keys
+    out = softmax(s) v,   lse = log sum exp(s)   (natural)
+
+extra_q = -phi / scale and extra_k = omega are the columns of a correction. Cached keys and values
+may be E4M3 with a scale a head: the products with them are then E4M3 products (the query and the
+softmax weights are rounded too), while the current chunk stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from videokv.kernels.attend import reference
+from videokv.kernels.attend.call import Call, Rows
+from videokv.kernels.attend.tiles import Tile, choose_tile
+from videokv.kernels.gpu import checked_refusal, disagreement, machine_refusal
+from videokv.tensors import E4M3, E4M3_MAX
+
+__all__ = [
+    "MAX_COLUMNS",
+    "MAX_HEAD_DIM",
+    "Call",
+    "Rows",
+    "Tile",
+    "attend",
+    "kernel_refusal",
+    "to_e4m3",
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_COLUMNS = 256
+FP8_CAPABILITY = (8, 9)
+_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+_FP8_TOLERANCE = 5e-2
+
+
+def attend(call: Call, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Output ``[B, Hq, M, Dv]`` in the query's dtype and lse float32 ``[B, Hq, M]``.
+
+    By the kernel where ``kernel_refusal`` finds no reason against it, else by the reference. tile:
+    of the kernel, for tuning; None takes the largest that the device's shared memory holds.
+    """
+    if kernel_refusal(call) is not None:
+        return reference.attend(call)
+    out: tuple[Tensor, Tensor] = _kernel().attend(call, tile=tile or device_tile(call))
+    return out
+
+
+def kernel_refusal(call: Call) -> str | None:
+    """Why the Triton kernel does not serve this call, or None; a first use is checked here."""
+    query = call.query
+    if query.dtype not in DTYPES:
+        return f"queries are one of {DTYPES}, got {query.dtype}"
+    if max(query.shape[3], call.value_dim) > MAX_HEAD_DIM:
+        return f"head sizes up to {MAX_HEAD_DIM}, got {query.shape[3]} and {call.value_dim}"
+    if call.columns > MAX_COLUMNS:
+        return f"up to {MAX_COLUMNS} columns of a correction, got {call.columns}"
+    if query.shape[0] * query.shape[1] > 65535:
+        return f"{query.shape[0]} x {query.shape[1]} heads are more than 65535"
+    refusal = machine_refusal(query.device)
+    if refusal is not None:
+        return refusal
+    if call.fp8 and torch.cuda.get_device_capability(query.device) < FP8_CAPABILITY:
+        return f"E4M3 products need compute capability {FP8_CAPABILITY}"
+    if device_tile(call) is None:
+        return f"no tile fits into {shared_bytes(query.device)} bytes of shared memory"
+    return checked_refusal("attend", _config(call), query.device, lambda: _self_check(call))
+
+
+def device_tile(call: Call) -> Tile | None:
+    """The tile for this call on its device."""
+    return choose_tile(
+        limit_bytes=shared_bytes(call.query.device),
+        item_bytes=call.query.dtype.itemsize,
+        head_dim=call.query.shape[3],
+        value_dim=call.value_dim,
+        columns=call.columns,
+        rows=call.query.shape[2],
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may use (99 KiB on the smallest GPUs from SM80 on)."""
+    if device.type != "cuda":
+        return 99 << 10
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` ``[B, H, T, D]`` in E4M3, and the scale float32 ``[B, H]`` to multiply it by."""
+    largest = x.abs().amax((2, 3), keepdim=True).float()
+    scale = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+    small = (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return small, scale[..., 0, 0].contiguous()
+
+
+def _config(call: Call) -> Hashable:
+    return (
+        call.query.dtype,
+        call.query.shape[3],
+        call.value_dim,
+        call.columns,
+        call.query.shape[2] <= 16,
+        call.query.shape[1] > _rows(call).keys.shape[1],
+        call.past is not None,
+        call.current is not None,
+        call.fp8,
+        call.causal,
+    )
+
+
+def _rows(call: Call) -> Rows:
+    rows = call.past if call.past is not None else call.current
+    assert rows is not None
+    return rows
+
+
+def _self_check(call: Call) -> str | None:
+    """Kernel against reference in float32 on the first heads and tokens of the call."""
+    small = _corner(call)
+    got, got_lse = _kernel().attend(small, tile=device_tile(call))
+    want, want_lse = reference.attend(small)
+    tolerance = _FP8_TOLERANCE if call.fp8 else _TOLERANCE[call.query.dtype]
+    return disagreement(got, want, tolerance=tolerance) or disagreement(
+        got_lse, want_lse, tolerance=tolerance, what="the log-sum-exp"
+    )
+
+
+def _corner(call: Call, *, kv_heads: int = 2, tokens: int = 333, rows: int = 77) -> Call:
+    group = call.query.shape[1] // _rows(call).keys.shape[1]
+    heads = kv_heads * group
+    if call.causal:
+        tokens = rows
+
+    def cut(part: Rows | None) -> Rows | None:
+        if part is None:
+            return None
+        scales = [
+            s if s is None else s[:1, :kv_heads].contiguous()
+            for s in (part.key_scale, part.value_scale)
+        ]
+        keys, values = (x[:1, :kv_heads, :tokens] for x in (part.keys, part.values))
+        return Rows(keys, values, *scales)
+
+    extra_q, extra_k = call.extra_query, call.extra_keys
+    return replace(
+        call,
+        query=call.query[:1, :heads, :rows],
+        past=cut(call.past),
+        current=cut(call.current),
+        extra_query=None if extra_q is None else extra_q[:1, :heads, :rows],
+        extra_keys=None if extra_k is None else extra_k[:1, :kv_heads, :tokens],
+    )
+
+
+def _kernel() -> Any:
+    from videokv.kernels.attend import triton
+
+    return triton

@@ -1,0 +1,212 @@
+"""The Triton kernel: a program attends to one stretch of tokens of one KV head.
+
+All query rows of the KV head (its query heads times the queries) are one block, so each code is
+read once. Keys and values are unpacked into registers, rounded to the query's dtype and multiplied.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from videokv.kernels.attend.tiles import padded
+from videokv.kernels.attend_packed.call import PackedCall
+from videokv.kernels.blocks import (
+    ZERO_CODES,
+    as_bytes,
+    centroids_block,
+    dequantize_block,
+    whole_groups,
+)
+from videokv.kernels.gpu import on_device, products
+from videokv.kernels.pack_codes import packed_length
+from videokv.kernels.quantize_groups.layout import reach
+from videokv.kernels.reconstruct.parts import Parts
+
+BLOCK_TOKENS = 64
+PROGRAMS = 512  # enough to fill a large GPU; more would only be merged again
+_LOG2_E = 1.4426950408889634
+_COUNTS = ["tokens", "stretch", "k_groups", "v_groups", "k_centroids", "v_centroids"]
+
+
+def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
+    """See the package."""
+    batch, heads, queries, size = call.query.shape
+    kv_heads, tokens = call.keys.shape[1:3]
+    query = call.query
+    if call.keys.rotation is not None:
+        query = call.keys.rotation.apply(query.float()).to(query.dtype)
+    rows, value_dim = call.rows, call.values.head_dim
+    extra_query, extra_keys = _columns(call)
+    stretch = _stretch(tokens, batch * kv_heads)
+    splits = triton.cdiv(tokens, stretch)
+    parts = torch.empty(splits, batch * kv_heads, rows, value_dim, device=query.device)
+    lses = torch.empty(splits, batch * kv_heads, rows, device=query.device)
+    k, v = _side(call.keys), _side(call.values)
+    with on_device(query.device):
+        _kernel[(splits, batch * kv_heads)](
+            query.contiguous(),
+            extra_query,
+            extra_keys,
+            *k.tensors,
+            *v.tensors,
+            parts,
+            lses,
+            call.scale * _LOG2_E,
+            tokens,
+            stretch,
+            **k.options("K"),
+            **v.options("V"),
+            ROWS=rows,
+            BM=padded(rows),
+            BN=BLOCK_TOKENS,
+            BF=0 if extra_query is None else extra_query.shape[3],
+            PRECISION=products(query.dtype, query.device),
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+    out, lse = _merged(parts, lses)
+    out = out.reshape(batch, heads, queries, value_dim)
+    if call.values.rotation is not None:
+        out = call.values.rotation.invert(out)
+    return out, lse.reshape(batch, heads, queries)
+
+
+def _merged(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Over the splits (the first dimension), each of at least one token."""
+    lse = lses.logsumexp(0)
+    return (parts * (lses - lse).exp().unsqueeze(-1)).sum(0), lse
+
+
+def _stretch(tokens: int, heads: int) -> int:
+    """Tokens of a program: whole blocks, the same for lengths near one another."""
+    splits = max(1, min(triton.cdiv(tokens, BLOCK_TOKENS), PROGRAMS // heads))
+    return triton.cdiv(triton.cdiv(tokens, splits), BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+class _side:
+    """Arguments of keys or values."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        stage = parts.stages[0] if parts.stages else None
+        self.tensors = [
+            parts.codes.contiguous(),
+            as_bytes(parts.steps.contiguous()),
+            None if parts.scale is None else parts.scale.contiguous(),
+            None if parts.zeros is None else parts.zeros.contiguous(),
+            None if stage is None else stage.ids.contiguous(),
+            None if stage is None else stage.table.contiguous(),
+            1 if stage is None else stage.table.shape[2],
+            parts.steps.shape[2],
+        ]
+
+    def options(self, prefix: str) -> dict:
+        """Constants of the kernel."""
+        parts = self._parts
+        block = padded(parts.head_dim)
+        constants = {
+            "D": parts.head_dim,
+            "BD": block,
+            "BITS": parts.bits,
+            "REACH": reach(parts.bits),
+            "BYTES": packed_length(parts.head_dim, bits=parts.bits),
+            "GROUP": parts.group_size,
+            "TOKEN": parts.axis == "token",
+            "WHOLE": whole_groups(parts, block),
+            "ZERO": ZERO_CODES[parts.zero],
+            "E4M3": parts.steps.dtype == torch.float8_e4m3fn,
+        }
+        return {f"{prefix}_{name}": value for name, value in constants.items()}
+
+
+def _columns(call: PackedCall) -> tuple[Tensor | None, Tensor | None]:
+    if call.extra_query is None or call.extra_keys is None:
+        return None, None
+    missing = padded(call.columns) - call.columns
+    dtype = torch.float32 if call.query.dtype == torch.float32 else torch.float16
+    # FP16: the largest weight of a column becomes 1, so that small ones stay normal numbers.
+    peak = call.extra_keys.abs().amax(2, keepdim=True).clamp(min=1e-30)
+    repeats = call.query.shape[1] // call.keys.shape[1]
+    pair = (call.extra_query * peak.repeat_interleave(repeats, 1), call.extra_keys / peak)
+    extra_query, extra_keys = (pad(x, (0, missing)).to(dtype).contiguous() for x in pair)
+    return extra_query, extra_keys
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    q, e, x,
+    k_codes, k_steps, k_scale, k_zeros, k_ids, k_table, k_centroids, k_groups,
+    v_codes, v_steps, v_scale, v_zeros, v_ids, v_table, v_centroids, v_groups,
+    parts, lses, scale, tokens, stretch,
+    K_D: tl.constexpr, K_BD: tl.constexpr, K_BITS: tl.constexpr, K_REACH: tl.constexpr,
+    K_BYTES: tl.constexpr, K_GROUP: tl.constexpr, K_TOKEN: tl.constexpr, K_WHOLE: tl.constexpr,
+    K_ZERO: tl.constexpr, K_E4M3: tl.constexpr,
+    V_D: tl.constexpr, V_BD: tl.constexpr, V_BITS: tl.constexpr, V_REACH: tl.constexpr,
+    V_BYTES: tl.constexpr, V_GROUP: tl.constexpr, V_TOKEN: tl.constexpr, V_WHOLE: tl.constexpr,
+    V_ZERO: tl.constexpr, V_E4M3: tl.constexpr,
+    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, BM)
+    asked = row < ROWS
+    k_channel = tl.arange(0, K_BD)
+    v_channel = tl.arange(0, V_BD)
+    place = (head * ROWS + row)[:, None] * K_D + k_channel[None, :]
+    block = tl.load(q + place, mask=asked[:, None] & (k_channel < K_D)[None, :], other=0.0)
+    column = tl.arange(0, 16)
+    extra = block
+    if BF > 0:
+        column = tl.arange(0, BF)
+        e_place = (head * ROWS + row)[:, None] * BF + column[None, :]
+        extra = tl.load(e + e_place, mask=asked[:, None], other=0.0)
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, V_BD], tl.float32)
+    begin = tl.program_id(0) * stretch
+    for first in range(begin, tl.minimum(begin + stretch, tokens), BN):
+        token = first + tl.arange(0, BN)
+        live = token < tokens
+        line = head * tokens + token
+        keys = dequantize_block(
+            k_codes, k_steps, k_scale, k_zeros, head, token, live, tokens, k_groups,
+            K_D, K_BD, BN, K_BITS, K_REACH, K_BYTES, K_GROUP, K_TOKEN, K_WHOLE, K_ZERO, K_E4M3,
+        )  # fmt: skip
+        if k_table is not None:
+            inside = live[:, None] & (k_channel < K_D)[None, :]
+            keys += centroids_block(
+                k_ids, k_table, k_centroids, head, line, live, inside, k_channel, K_D
+            )
+        scores = tl.dot(block, tl.trans(keys.to(block.dtype)), input_precision=PRECISION)
+        if BF > 0:
+            x_place = line[None, :] * BF + column[:, None]
+            weights = tl.load(x + x_place, mask=live[None, :], other=0.0)
+            scores = tl.dot(extra, weights, acc=scores, input_precision=PRECISION)
+        scores = tl.where(live[None, :], scores * scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shares = tl.math.exp2(scores - higher[:, None])
+        shrink = tl.math.exp2(peak - higher)
+        total = total * shrink + tl.sum(shares, 1)
+        values = dequantize_block(
+            v_codes, v_steps, v_scale, v_zeros, head, token, live, tokens, v_groups,
+            V_D, V_BD, BN, V_BITS, V_REACH, V_BYTES, V_GROUP, V_TOKEN, V_WHOLE, V_ZERO, V_E4M3,
+        )  # fmt: skip
+        if v_table is not None:
+            inside = live[:, None] & (v_channel < V_D)[None, :]
+            values += centroids_block(
+                v_ids, v_table, v_centroids, head, line, live, inside, v_channel, V_D
+            )
+        acc = acc * shrink[:, None]
+        acc = tl.dot(
+            shares.to(block.dtype), values.to(block.dtype), acc=acc, input_precision=PRECISION
+        )
+        peak = higher
+    split = (tl.program_id(0) * tl.num_programs(1) + head) * ROWS + row
+    tl.store(lses + split, (peak + tl.log2(total)) * 0.6931471805599453, mask=asked)
+    target = parts + split[:, None] * V_D + v_channel[None, :]
+    tl.store(target, acc / total[:, None], mask=asked[:, None] & (v_channel < V_D)[None, :])

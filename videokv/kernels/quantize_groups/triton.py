@@ -1,0 +1,291 @@
+"""The Triton kernel: read, rotate, find steps, round and pack in one pass; codes never leave it.
+
+Everything is rounded as the reference rounds it: divisions to nearest, E4M3 and BF16 by integer
+arithmetic. A rotation is one product of the block with a matrix of 1 and -1, exact in the input's
+own 16 bits, summed in float32. Heads that need a normaliser are found out from the facts; the
+caller encodes such tensors by the reference.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from videokv.kernels.assign_centroids.layout import Clusters
+from videokv.kernels.gpu import on_device, products
+from videokv.kernels.numbers import decode_e4m3, encode_e4m3, round_bf16, round_even
+from videokv.kernels.pack_codes import packed_length
+from videokv.kernels.quantize_groups.layout import PackedGroups, reach
+from videokv.rotation import Rotation, signs
+from videokv.tensors import E4M3, GroupFormat
+
+# Of a program: 16 a thread, for divisions to nearest take many registers; twice that for products.
+BLOCK_ELEMENTS = 4096
+FACTS = 4  # largest step, largest magnitude, largest offset, largest code of zero
+_ZERO = {"offset": 1, "integer": 2}
+_COUNTS = ["x_b", "x_h", "heads", "tokens", "time_groups", "blocks", "centroids"]
+
+
+def quantize(
+    x: Tensor,
+    *,
+    format: GroupFormat,
+    rotation: Rotation | None = None,
+    clusters: Clusters | None = None,
+    away: bool = False,
+) -> tuple[PackedGroups, Tensor]:
+    """Packed codes without a normaliser (integer zeros in float32), and the facts as a tensor
+    (see ``reference.Facts``); where they say ``normalised`` the codes are of no use."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, heads, tokens, size = x.shape
+    by_token = format.axis == "token"
+    block = max(16, triton.next_power_of_2(size))
+    elements = BLOCK_ELEMENTS if rotation is None else 2 * BLOCK_ELEMENTS
+    rows = max(16, min(128, elements // block)) if by_token else format.group_size
+    groups = size // format.group_size if by_token else size
+    lines = tokens if by_token else -(-tokens // format.group_size)
+    blocks = triton.cdiv(tokens, rows)
+    device = x.device
+    row_bytes = packed_length(size, bits=format.bits)
+    packed = torch.empty(batch, heads, tokens, row_bytes, dtype=torch.uint8, device=device)
+    shape = (batch, heads, lines, groups)
+    steps = torch.empty(shape, dtype=format.scale_dtype, device=device)
+    zeros = _zeros(shape, format, device)
+    facts = torch.empty(batch * heads, blocks, FACTS, device=device)
+    limit = float(torch.finfo(format.scale_dtype).max)  # type: ignore[arg-type]
+    with on_device(device):
+        _kernel[(blocks, batch * heads)](
+            x,
+            *x.stride()[:3],
+            heads,
+            tokens,
+            lines,
+            blocks,
+            packed,
+            steps.view(torch.uint8) if format.scale_dtype == E4M3 else steps,
+            zeros,
+            facts,
+            None if rotation is None else signs(rotation, device=device, dtype=x.dtype),
+            1.0 / math.sqrt(size),
+            None if clusters is None else clusters.ids.contiguous(),
+            None if clusters is None else clusters.table.contiguous(),
+            1 if clusters is None else clusters.table.shape[2],
+            D=size,
+            BD=block,
+            BT=rows,
+            BITS=format.bits,
+            LEVELS=reach(format.bits) if format.symmetric else (1 << format.bits) - 1,
+            GROUP=format.group_size,
+            BY_TOKEN=by_token,
+            ZERO=0 if format.symmetric else _ZERO[format.zero_point],
+            ZERO_BF16=format.zero_dtype == torch.bfloat16,
+            STEP=_STEP[format.scale_dtype],  # type: ignore[index]
+            LIMIT=limit,
+            ROW_BYTES=row_bytes,
+            AWAY=away,
+            PRECISION=products(x.dtype, device),
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+    return PackedGroups(packed, steps, zeros, None), _facts(facts, format)
+
+
+_STEP = {E4M3: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    x,
+    x_b,
+    x_h,
+    x_t,
+    heads,
+    tokens,
+    time_groups,
+    blocks,
+    packed,
+    steps,
+    zeros,
+    facts,
+    matrix,
+    matrix_scale,
+    ids,
+    table,
+    centroids,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    ZERO: tl.constexpr,
+    ZERO_BF16: tl.constexpr,
+    STEP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    AWAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    live = token < tokens
+    row = head * tokens + token
+    channel = tl.arange(0, BD)
+    inside = live[:, None] & (channel < D)[None, :]
+    base = (head // heads) * x_b + (head % heads) * x_h
+    place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
+    raw = tl.load(place, mask=inside, other=0.0)
+    if matrix is not None:
+        square = matrix + channel[None, :] * D + channel[:, None]  # transposed: x H^T
+        turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0.0)
+        values = tl.dot(raw, turn, input_precision=PRECISION) * matrix_scale
+    else:
+        values = raw.to(tl.float32)
+
+    if table is not None:
+        label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
+        centre = table + ((head * centroids + label) * D)[:, None] + channel[None, :]
+        values -= tl.load(centre, mask=inside, other=0.0).to(tl.float32)
+
+    finite = tl.where(values == values, tl.abs(values), float("inf"))
+    magnitude = tl.max(tl.max(tl.where(inside, finite, 0.0), 1), 0)
+
+    groups: tl.constexpr = D // GROUP if BY_TOKEN else D
+    if BY_TOKEN:
+        values = tl.reshape(values, [BT, BD // GROUP, GROUP])
+        low, high = tl.min(values, 2), tl.max(values, 2)
+        group = tl.arange(0, BD // GROUP)
+        line = row[:, None] * groups + group[None, :]
+        used = live[:, None] & (group < groups)[None, :]
+    else:
+        low = tl.min(tl.where(live[:, None], values, float("inf")), 0)[None, :]
+        high = tl.max(tl.where(live[:, None], values, float("-inf")), 0)[None, :]
+        line = (head * time_groups + tl.program_id(0)) * D + channel[None, :]
+        used = (channel < D)[None, :]
+
+    if ZERO == 0:
+        ideal = tl.div_rn(tl.maximum(high, -low), tl.full(low.shape, LEVELS, tl.float32))
+    else:
+        ideal = tl.div_rn(high - low, tl.full(low.shape, LEVELS, tl.float32))
+    peak = tl.max(tl.max(tl.where(used, ideal, 0.0), 1), 0)
+    clamped = tl.minimum(ideal, LIMIT)
+    if STEP == 0:
+        stored = encode_e4m3(clamped)
+        step = decode_e4m3(stored)
+    elif STEP == 1:
+        step = round_bf16(clamped)
+        stored = step.to(tl.bfloat16)
+    elif STEP == 2:
+        stored = clamped.to(tl.float16)
+        step = stored.to(tl.float32)
+    else:
+        stored = clamped
+        step = clamped
+    tl.store(steps + line, stored, mask=used)
+
+    offset_peak = 0.0
+    code_peak = 0.0
+    some = step > 0
+    divisor = tl.where(some, step, float("inf"))
+    if ZERO > 0:
+        middle = low + (high - low) * 0.5
+        if ZERO == 1:
+            zero = _rounded(tl.where(some, low, middle), ZERO_BF16, zeros)
+            offset_peak = tl.max(tl.max(tl.where(used, tl.abs(zero), 0.0), 1), 0)
+        else:
+            whole = round_even(tl.div_rn(-low, divisor))
+            # Integer zeros are stored in float32 here: the host may have to keep them so.
+            zero = tl.where(some, whole, round_bf16(middle) if ZERO_BF16 else _half(middle))
+            offset_peak = tl.max(tl.max(tl.where(used & (step <= 0), tl.abs(zero), 0.0), 1), 0)
+            code_peak = tl.max(tl.max(tl.where(used & some, tl.abs(zero), 0.0), 1), 0)
+        tl.store(zeros + line, zero.to(zeros.dtype.element_ty), mask=used)
+    else:
+        zero = step
+    tl.store(facts + (head * blocks + tl.program_id(0)) * 4 + 0, peak)
+    tl.store(facts + (head * blocks + tl.program_id(0)) * 4 + 1, magnitude)
+    tl.store(facts + (head * blocks + tl.program_id(0)) * 4 + 2, offset_peak)
+    tl.store(facts + (head * blocks + tl.program_id(0)) * 4 + 3, code_peak)
+
+    if BY_TOKEN:
+        divisor, zero, some = divisor[:, :, None], zero[:, :, None], some[:, :, None]
+    divisor, zero = tl.broadcast_to(divisor, values.shape), tl.broadcast_to(zero, values.shape)
+    if ZERO == 0:
+        ratio = tl.div_rn(values, divisor)
+        ratio = tl.minimum(tl.maximum(ratio, -LEVELS), LEVELS)
+        codes = (_away(ratio) if AWAY else _whole(ratio)) + LEVELS
+    elif ZERO == 1:
+        ratio = tl.div_rn(values - zero, divisor)
+        codes = _whole(tl.minimum(tl.maximum(ratio, 0.0), LEVELS))
+    else:
+        ratio = round_even(tl.div_rn(values, divisor)) + tl.where(some, zero, 0.0)
+        codes = tl.minimum(tl.maximum(ratio, 0.0), LEVELS).to(tl.int32)
+    codes = tl.reshape(codes, [BT, BD])
+    codes = tl.where((channel < D)[None, :], codes, 0)
+
+    if BITS == 3:
+        slot = tl.arange(0, 8)
+        word = tl.sum(tl.reshape(codes, [BT, BD // 8, 8]) << (21 - 3 * slot)[None, None, :], 2)
+        column = tl.arange(0, BD // 8) * 3
+        target = packed + row[:, None] * ROW_BYTES + column[None, :]
+        fits = live[:, None] & (column < ROW_BYTES)[None, :]
+        tl.store(target, (word >> 16).to(tl.uint8), mask=fits)
+        tl.store(target + 1, ((word >> 8) & 255).to(tl.uint8), mask=fits)
+        tl.store(target + 2, (word & 255).to(tl.uint8), mask=fits)
+    else:
+        per_byte: tl.constexpr = 8 // BITS
+        slot = tl.arange(0, per_byte)
+        shifts = (8 - BITS) - BITS * slot
+        byte = tl.sum(tl.reshape(codes, [BT, BD // per_byte, per_byte]) << shifts[None, None, :], 2)
+        column = tl.arange(0, BD // per_byte)
+        target = packed + row[:, None] * ROW_BYTES + column[None, :]
+        fits = live[:, None] & (column < ROW_BYTES)[None, :]
+        tl.store(target, byte.to(tl.uint8), mask=fits)
+
+
+@triton.jit
+def _whole(x):
+    """rint(x) as int32, for |x| below 2^22."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _away(x):
+    """The nearest whole number as int32, halves away from zero."""
+    size = tl.abs(x)
+    whole = size.to(tl.int32)
+    whole += (size - whole.to(tl.float32) >= 0.5).to(tl.int32)
+    return tl.where(x < 0, -whole, whole)
+
+
+@triton.jit
+def _half(x):
+    return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _rounded(x, ZERO_BF16: tl.constexpr, zeros):
+    """Rounded to what ``zeros`` holds."""
+    return round_bf16(x) if ZERO_BF16 else x.to(zeros.dtype.element_ty).to(tl.float32)
+
+
+def _zeros(shape: tuple[int, ...], format: GroupFormat, device: torch.device) -> Tensor | None:
+    if format.symmetric:
+        return None
+    integer = format.zero_point == "integer"
+    return torch.empty(shape, dtype=torch.float32 if integer else format.zero_dtype, device=device)
+
+
+def _facts(partial: Tensor, format: GroupFormat) -> Tensor:
+    """Of all blocks: what ``reference.Facts`` holds."""
+    limits = torch.finfo(format.scale_dtype)  # type: ignore[arg-type]
+    heads = partial.amax(1)
+    peak, magnitude, offset, code = heads.unbind(1)
+    overflow = peak > limits.max
+    normalised = overflow | ((peak > 0) & (peak < limits.smallest_normal))
+    flags = [normalised.any().float(), overflow.any().float()]
+    return torch.stack([magnitude.amax(), offset.amax(), code.amax(), *flags])

@@ -1,0 +1,63 @@
+"""The same in PyTorch steps, in float32: the oracle of the kernel, and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from videokv.kernels.pack_codes import unpack
+from videokv.kernels.quantize_groups.layout import reach
+from videokv.kernels.reconstruct.parts import LowRank, Parts
+from videokv.tensors import E4M3, E4M3_MAX
+
+HALF_MAX = 65504.0
+
+
+def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+    """See the package; ``out`` is ``[B, H, T, D]``."""
+    values = _codes_times_steps(parts)
+    for clusters in parts.stages:
+        values += clusters.gather()
+    if parts.rotation is not None:
+        values = parts.rotation.invert(values)
+    if parts.low_rank is not None:
+        values = _repaired(values, parts.low_rank.dense(parts.tokens))
+    if factor is not None:
+        values = values * factor
+    limit = {torch.float16: HALF_MAX, E4M3: E4M3_MAX}.get(out.dtype)
+    out.copy_(values if limit is None else values.clamp(-limit, limit))
+
+
+def _codes_times_steps(parts: Parts) -> Tensor:
+    """Float32 ``[B, H, T, D]``."""
+    batch, heads, tokens, size = parts.shape
+    step = parts.steps.float()
+    if parts.scale is not None:
+        step = step * parts.scale.float()
+    step = _each(step, parts)
+    if parts.zero == "packed":
+        groups = size // parts.group_size
+        assert parts.zeros is not None
+        zeros = unpack(parts.zeros, bits=parts.bits, count=tokens * groups)
+        codes = unpack(parts.codes, bits=parts.bits, count=tokens * size)
+        zeros = _each(zeros.view(batch, heads, tokens, groups).float(), parts)
+        return (codes.view(parts.shape).float() - zeros) * step
+    codes = unpack(parts.codes, bits=parts.bits, count=size).float()
+    if parts.zeros is None:
+        return codes * step + step * -reach(parts.bits)
+    zeros = _each(parts.zeros.float(), parts)
+    if parts.zero == "integer":
+        zeros = torch.where(step > 0, zeros * -step, zeros)
+    return codes * step + zeros
+
+
+def _each(numbers: Tensor, parts: Parts) -> Tensor:
+    """Numbers of groups for every element ``[B, H, T, D]``."""
+    if parts.axis == "token":
+        return numbers.repeat_interleave(parts.group_size, 3)
+    return numbers.repeat_interleave(parts.group_size, 2)[:, :, : parts.tokens]
+
+
+def _repaired(values: Tensor, low_rank: LowRank) -> Tensor:
+    coefficients = low_rank.codes.float() * low_rank.scales.float()
+    return values + coefficients @ low_rank.basis.float().mT

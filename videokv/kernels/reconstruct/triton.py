@@ -1,0 +1,215 @@
+"""The Triton kernel: a program reconstructs a block of tokens of one head in registers.
+
+Bytes per element that must move: bits / 8 and the steps in, the output's width out; centroid tables
+and the rotation matrix stay in the caches. The rotation is a product of the block with the matrix
+(FP16 operands for 8- and 16-bit outputs, each token scaled by its largest value, so the operands'
+rounding is 2^-12 of it; three TF32 products for float32). Tokens, heads and table sizes are plain
+arguments: a new length compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from videokv.kernels.blocks import (
+    ZERO_CODES,
+    as_bytes,
+    centroids_block,
+    dequantize_block,
+    whole_groups,
+)
+from videokv.kernels.gpu import on_device, products
+from videokv.kernels.numbers import encode_e4m3
+from videokv.kernels.pack_codes import packed_length
+from videokv.kernels.quantize_groups.layout import reach
+from videokv.kernels.reconstruct.parts import Parts
+from videokv.rotation import signs
+from videokv.tensors import E4M3
+
+BLOCK_ELEMENTS = 8192  # of one program: 64 tokens of 128 channels
+_COUNTS = ["heads", "tokens", "time_groups", "out_b", "out_h", "size0", "size1", "size2", "size3"]
+
+
+def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+    """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
+    batch, heads, tokens, size = parts.shape
+    block = max(16, triton.next_power_of_2(size))
+    rows = max(16, min(128, BLOCK_ELEMENTS // block))
+    wide = out.dtype == torch.float32
+    low = None if parts.low_rank is None else parts.low_rank.dense(tokens)
+    rank = 0 if low is None else low.codes.shape[3]
+    matrix = None
+    if parts.rotation is not None:
+        kind = torch.float32 if wide else torch.float16
+        matrix = signs(parts.rotation, device=out.device, dtype=kind)
+    e4m3 = out.dtype == E4M3
+    with on_device(out.device):
+        _kernel[(triton.cdiv(tokens, rows), batch * heads)](
+            as_bytes(out),
+            *out.stride(),
+            heads,
+            tokens,
+            parts.steps.shape[2],
+            parts.codes.contiguous(),
+            as_bytes(parts.steps),
+            _whole(parts.scale),
+            _whole(parts.zeros),
+            _whole(factor),
+            *_stage_arguments(parts),
+            None if low is None else low.codes.contiguous(),
+            None if low is None else low.scales.contiguous(),
+            None if low is None else low.basis.contiguous(),
+            matrix,
+            1.0 / math.sqrt(size),
+            D=size,
+            BD=block,
+            BT=rows,
+            BITS=parts.bits,
+            REACH=reach(parts.bits),
+            ROW_BYTES=packed_length(size, bits=parts.bits),
+            GROUP=parts.group_size,
+            BY_TOKEN=parts.axis == "token",
+            WHOLE_GROUPS=whole_groups(parts, block),
+            ZERO=ZERO_CODES[parts.zero],
+            STEP_BYTES=parts.steps.dtype == E4M3,
+            STAGES=len(parts.stages),
+            RANK=rank,
+            BR=max(16, triton.next_power_of_2(max(1, rank))),
+            WIDE=wide,
+            PRECISION=products(out.dtype, out.device),
+            AS_BYTES=e4m3,
+            ALIGN=_alignment(out),
+            num_warps=8 if parts.rotation is not None else 4,
+            enable_fp_fusion=False,  # the same roundings as the reference
+        )
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    out,
+    out_b,
+    out_h,
+    out_t,
+    out_d,
+    heads,
+    tokens,
+    time_groups,
+    packed,
+    steps,
+    scale,
+    zeros,
+    factor,
+    ids0,
+    table0,
+    size0,
+    ids1,
+    table1,
+    size1,
+    ids2,
+    table2,
+    size2,
+    ids3,
+    table3,
+    size3,
+    low_codes,
+    low_scales,
+    basis,
+    matrix,
+    matrix_scale,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    BITS: tl.constexpr,
+    REACH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr,
+    ZERO: tl.constexpr,
+    STEP_BYTES: tl.constexpr,
+    STAGES: tl.constexpr,
+    RANK: tl.constexpr,
+    BR: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    AS_BYTES: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    live = token < tokens
+    row = head * tokens + token
+    channel = tl.arange(0, BD)
+    inside = live[:, None] & (channel < D)[None, :]
+
+    values = dequantize_block(
+        packed, steps, scale, zeros, head, token, live, tokens, time_groups,
+        D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_BYTES,
+    )  # fmt: skip
+
+    if STAGES > 0:
+        values += centroids_block(ids0, table0, size0, head, row, live, inside, channel, D)
+    if STAGES > 1:
+        values += centroids_block(ids1, table1, size1, head, row, live, inside, channel, D)
+    if STAGES > 2:
+        values += centroids_block(ids2, table2, size2, head, row, live, inside, channel, D)
+    if STAGES > 3:
+        values += centroids_block(ids3, table3, size3, head, row, live, inside, channel, D)
+
+    if matrix is not None:
+        square = matrix + channel[:, None] * D + channel[None, :]
+        turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0)
+        if WIDE:
+            values = tl.dot(values, turn, input_precision=PRECISION) * matrix_scale
+        else:
+            largest = tl.max(tl.abs(values), 1)
+            inverse = 1.0 / tl.where(largest > 0, largest, 1.0)
+            halves = (values * inverse[:, None]).to(tl.float16)
+            values = tl.dot(halves, turn) * (largest * matrix_scale)[:, None]
+
+    if RANK > 0:
+        rank = tl.arange(0, BR)
+        some = live[:, None] & (rank < RANK)[None, :]
+        small = tl.load(low_codes + row[:, None] * RANK + rank[None, :], mask=some, other=0)
+        across = basis + head * D * RANK + channel[None, :] * RANK + rank[:, None]
+        span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
+        weight = tl.load(low_scales + row, mask=live, other=0).to(tl.float32)
+        if WIDE:
+            added = tl.dot(small.to(tl.float32), span.to(tl.float32), input_precision=PRECISION)
+        else:
+            added = tl.dot(small.to(tl.float16), span.to(tl.float32).to(tl.float16))
+        values += added * weight[:, None]
+
+    if factor is not None:
+        values = values * tl.load(factor + head)
+    base = (head // heads) * out_b + (head % heads) * out_h
+    base = tl.multiple_of(base, ALIGN)
+    target = out + base + token[:, None].to(tl.int64) * out_t + channel[None, :] * out_d
+    if AS_BYTES:
+        tl.store(target, encode_e4m3(values), mask=inside)
+    else:
+        if out.dtype.element_ty == tl.float16:
+            values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
+        tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+
+
+def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:
+    arguments: list[Tensor | int | None] = []
+    for stage in parts.stages:
+        arguments += [stage.ids.contiguous(), stage.table.contiguous(), stage.table.shape[2]]
+    return arguments + [None, None, 1] * (4 - len(parts.stages))
+
+
+def _alignment(out: Tensor) -> int:
+    """What all rows' addresses are multiples of, in elements (at most 16)."""
+    steps = [out.stride(axis) for axis in (0, 1) if out.shape[axis] > 1]
+    return math.gcd(16, *steps)
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
