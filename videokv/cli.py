@@ -47,12 +47,6 @@ app = typer.Typer(
     help="The KV cache of video world models at 2 bits, with attention kept unbiased.",
 )
 app.add_typer(worldmodel_app, name="worldmodel")
-app.command()(prefill)
-app.command()(run)
-for study in studies_cli.COMMANDS:
-    app.command()(study)
-app.command()(claims)
-app.command()(bench)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 
@@ -273,6 +267,14 @@ def doctor(as_json: AsJson = False) -> None:
             print(f"{marks[check.ok]} {check.name:<30} {check.detail}")
     if any(check.ok is False for check in checks):
         raise typer.Exit(FAILED)
+
+
+app.command()(prefill)
+app.command()(run)
+for study in studies_cli.COMMANDS:
+    app.command()(study)
+app.command()(claims)
+app.command()(bench)
 
 
 def _names(text: str) -> tuple[str, ...]:
