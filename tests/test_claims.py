@@ -20,6 +20,7 @@ def test_rules_ask_for_two_standard_errors() -> None:
     assert not rules.above([3.0, -2.0], "x").holds
     assert not rules.above([1.0, 1.1], "x", bound=1.04).holds
     assert rules.below([-1.0, -1.1], "x").holds and not rules.below([0.5], "x").holds
+    assert rules.above([3.0, -2.0], "x").unclear and not rules.above([-1.0, -1.1], "x").unclear
     assert rules.within([0.2, -0.4], "x", bound=0.3).holds
     assert rules.above([2.0], "x").sem is None and rules.above([2.0], "x").holds
     assert rules.above([1.0, 2.0], "gap", unit="dB").text == "gap: +1.5 ± 0.5 dB"
@@ -75,6 +76,12 @@ def test_verdicts_and_the_page(tmp_path: Path) -> None:
     assert "because" in page and "videokv claims --quick" in page
     read = json.loads((tmp_path / "c" / "claims.json").read_text())
     assert [r["verdict"] for r in read] == [j.verdict for j in judged]
+
+
+def test_too_few_clips_are_given_as_the_reason(tmp_path: Path) -> None:
+    claim = fake("few", lambda e: rules.above([3.0, -2.0], "f"))
+    (judged,) = judge_all(Evidence(EvidencePlan(tmp_path), say=lambda *_: None), claims=[claim])
+    assert judged.verdict == "does not hold here" and "not decided by n = 2" in judged.why
 
 
 def test_closed_form_claims_hold(tmp_path: Path) -> None:

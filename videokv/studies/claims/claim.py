@@ -21,7 +21,8 @@ QUANTWM_PAPER = "2609.26425"
 class Finding:
     """figure: in words what the number is; value ± sem over n cases (sem None: exact or single).
 
-    holds: the claimed relation, by the claim's own rule.
+    holds: the claimed relation, by the claim's own rule. unclear: it does not hold only because
+    the value lies within two standard errors of its bound, on whichever side.
     """
 
     figure: str
@@ -30,6 +31,7 @@ class Finding:
     n: int
     holds: bool
     unit: str = ""
+    unclear: bool = False
 
     @property
     def text(self) -> str:
@@ -68,13 +70,15 @@ class Untestable(ValueError):
 def above(values: Sequence[float], figure: str, *, bound: float = 0.0, unit: str = "") -> Finding:
     """Holds where the mean is above the bound by two standard errors (or at all, for one case)."""
     mean, sem, n = mean_sem_n(values)
-    return Finding(figure, mean, sem, n, mean - CLEAR_SEMS * (sem or 0.0) > bound, unit)
+    margin = CLEAR_SEMS * (sem or 0.0)
+    return Finding(figure, mean, sem, n, mean - margin > bound, unit, abs(mean - bound) <= margin)
 
 
 def below(values: Sequence[float], figure: str, *, bound: float = 0.0, unit: str = "") -> Finding:
     """Holds where the mean is below the bound by two standard errors."""
     mean, sem, n = mean_sem_n(values)
-    return Finding(figure, mean, sem, n, mean + CLEAR_SEMS * (sem or 0.0) < bound, unit)
+    margin = CLEAR_SEMS * (sem or 0.0)
+    return Finding(figure, mean, sem, n, mean + margin < bound, unit, abs(mean - bound) <= margin)
 
 
 def within(values: Sequence[float], figure: str, *, bound: float, unit: str = "") -> Finding:

@@ -40,6 +40,7 @@ ROLLED: tuple[Variant, ...] = (
     variant("qvg-2bit+taylor"),
     variant("qvg-2bit", "qvg-2bit K2V16", values=None),
     variant("qvg-2bit", "qvg-2bit K16V2", keys=None),
+    variant("kivi-2bit"),
     variant("kivi-2bit", KIVI, recent_chunks=1),  # as published: with a recent window in BF16
     variant(WM, NEITHER, candidates=1, metric="none", rank=0),
     variant(WM, QSAC, rank=0),

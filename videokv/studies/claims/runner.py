@@ -65,4 +65,10 @@ def judge(claim: Claim, evidence: Evidence) -> Judged:
         return Judged(claim, "cannot be tested here", None, str(reason))
     if finding.holds:
         return Judged(claim, "holds", finding, "")
-    return Judged(claim, "does not hold here", finding, claim.otherwise)
+    why = claim.otherwise
+    if finding.unclear:
+        why = (
+            f"not decided by n = {finding.n}: the figure is within two standard errors of its "
+            "bound, so more clips may show it either way"
+        )
+    return Judged(claim, "does not hold here", finding, why)
