@@ -143,7 +143,7 @@ def test_settings_are_checked(tmp_path: Path, changes: dict[str, int], says: str
 
 
 def test_devices_are_checked() -> None:
-    for name in ("tpu", "meta", "cuda:97", "nonsense"):
+    for name in ("tpu", "meta", "cuda:97", "nonsense", "cpu:7", "cpu:x"):
         with pytest.raises(ValueError, match="device"):
             resolve_device(name)
     assert resolve_device("cpu").type == "cpu"

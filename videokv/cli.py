@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperGroup
 
 import videokv
-from videokv.devices import resolve_device
 from videokv.outputs import describe
 from videokv.report import studies_cli
 from videokv.report.claims_cli import claims
@@ -238,7 +237,7 @@ def vbench(
     from videokv.metrics.vbench_run import score_folder
 
     names = DIMENSIONS if dimensions is None else _names(dimensions)
-    scores = score_folder(folder, names, device=str(resolve_device(device)))
+    scores = score_folder(folder, names, device=device)
     found = {name: asdict(score) for name, score in scores.items()}
     if set(scores) == set(DIMENSIONS):
         whole = totals(scores)

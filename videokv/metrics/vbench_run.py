@@ -36,9 +36,11 @@ def score_folder(folder: Path, dimensions: Sequence[str], *, device: str) -> dic
         raise ValueError(f"{folder} has no videos for {absent[0]}")
     if find_spec("vbench") is None or find_spec(PACKAGE) is None:
         raise NotAvailable("VBench-Long needs the package vbench (with vbench2_beta_long)")
-    import torch
     import vbench2_beta_long
 
+    from videokv.devices import resolve_device
+
+    where = resolve_device(device)
     package = Path(vbench2_beta_long.__file__).parent
     known = json.loads((package / "VBench_full_info.json").read_text())
     found = {}
@@ -48,7 +50,7 @@ def score_folder(folder: Path, dimensions: Sequence[str], *, device: str) -> dic
             out = Path(name)
             (out / "prompts.json").write_text(json.dumps(prompt_list(chosen, known, dimension)))
             runner = vbench2_beta_long.VBenchLong(
-                torch.device(device), str(out / "prompts.json"), str(out)
+                where, str(out / "prompts.json"), str(out)
             )
             try:
                 runner.evaluate(
