@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import videokv
 from videokv.cache import CachePolicy, KVCache
+from videokv.cache.chunks import DenseChunk
 from videokv.cache.select import selected
 from videokv.cache.workspace import segment_bytes
 from videokv.protocols import EncodeContext, Segment
@@ -97,6 +98,49 @@ def test_softmax_scale():
     torch.testing.assert_close(fixed.attend(0, q, k, v, scale=0.25), default)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 0.0, "1", True])
+def test_a_refused_scale_leaves_no_trace(bad):
+    cache = KVCache(FakeRecipe(correction=(correction := FakeCorrection())))
+    q, k, v = rows(4)
+    cache.attend(0, q, k, v, scale=0.5)
+    with pytest.raises(ValueError, match="scale must be"):
+        cache.attend(0, q, k, v, scale=bad)
+    with pytest.raises(ValueError, match="layer must be"):
+        cache.attend(-1, q, k, v, scale=0.125)
+    assert cache.options()["scale"] == 0.5
+    cache.write(0, 0, k, v, q)
+    cache.commit(4)
+    assert [scale for *_, scale in correction.fits] == [0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_dtypes_that_cannot_be_packed_are_refused_when_written(dtype):
+    cache = videokv.recipe("rtn-2bit").new_cache()
+    _, k, v = (each.to(dtype) for each in rows(4, size=32))
+    with pytest.raises(ValueError, match=r"layer 3: .*packed must be one of .*bfloat16.*float"):
+        cache.write(3, 0, k, v)
+    q, k, v = rows(4, size=32)
+    cache.write(0, 0, k, v, q)
+    cache.commit(4)  # the refused layer does not count
+    assert list(cache.layer_states()) == [0]
+
+
+def test_dense_caches_take_float64():
+    cache = videokv.recipe("bf16").new_cache()
+    q, k, v = (each.double() for each in rows(4, size=32))
+    cache.write(0, 0, k, v, q)
+    cache.commit(4)
+    assert cache.attend(0, q, k, v).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["bf16", "rtn-2bit"])
+@pytest.mark.parametrize("shape", [(1, 2, 4, 0), (1, 0, 4, 32), (0, 2, 4, 32)])
+def test_empty_heads_are_refused_when_written(name, shape):
+    empty = torch.zeros(shape)
+    with pytest.raises(ValueError, match="layer 0: batch, heads and head sizes"):
+        videokv.recipe(name).new_cache().write(0, 0, empty, empty)
+
+
 def test_dtypes_are_carried_and_not_mixed():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         cache = KVCache(FakeRecipe())
@@ -139,7 +183,18 @@ def test_layers_are_known_or_grow():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"layers": 0}, {"scale": -1.0}, {"scale": float("nan")}, {"workspace_bytes": 0}]
+    "bad",
+    [
+        {"layers": 0},
+        {"layers": 1.5},
+        {"layers": True},
+        {"scale": -1.0},
+        {"scale": float("nan")},
+        {"scale": "1"},
+        {"workspace_bytes": 0},
+        {"workspace_bytes": "1"},
+        {"workspace_bytes": 1e6},
+    ],
 )
 def test_arguments_are_checked(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -532,6 +587,42 @@ def test_forget_goes_no_way_back_and_no_further_than_the_end():
     )
     with pytest.raises(ValueError, match="at least 0"):
         cache.forget(-1)
+
+
+def ordinals(cache):
+    return [chunk.ordinal for chunk in cache.layer_states()[0].chunks]
+
+
+@pytest.mark.parametrize("drop", ["forget", "keep"])
+def test_no_new_chunk_becomes_the_sink_after_all_were_dropped(drop):
+    cache = KVCache(FakeRecipe(policy=CachePolicy(sink_chunks=1)))
+    fill(cache, [7, 8])
+    if drop == "forget":
+        cache.forget(15)
+    else:
+        for layer in range(2):
+            cache.keep(layer, [])
+    assert ordinals(cache) == []
+    again = KVCache(FakeRecipe(policy=CachePolicy(sink_chunks=1)))
+    again.restore(cache.layer_states(), length=cache.length)
+    for each in (cache, again):
+        fill(each, [6, 5], start=15)
+        assert ordinals(each) == [2, 3]
+        assert not any(isinstance(c, DenseChunk) for c in each.layer_states()[0].chunks)
+
+
+def test_ordinals_after_a_crop():
+    cache = KVCache(FakeRecipe(policy=CachePolicy(sink_chunks=1)))
+    fill(cache, [7, 8, 6])
+    cache.crop(15)
+    fill(cache, [4], start=15)
+    assert ordinals(cache) == [0, 1, 2]
+    cache.crop(17, decode_partial=True)
+    fill(cache, [4], start=17)
+    assert ordinals(cache) == [0, 1, 2, 3]
+    cache.crop(0)
+    fill(cache, [4])
+    assert ordinals(cache) == [0]  # an empty sequence begins anew, with its sink
 
 
 def test_forgotten_tokens_stay_forgotten_in_a_saved_state():

@@ -17,7 +17,7 @@ class WorldModel(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.config = SimpleNamespace(blocks=2, window_chunks=3)
+        self.config = SimpleNamespace(blocks=2, window_chunks=3, head_dim=32)
         self.cache_factory = dict
 
 
@@ -71,7 +71,7 @@ def test_a_factory_of_the_class_is_uncovered_again():
 
         def __init__(self):
             nn.Module.__init__(self)
-            self.config = SimpleNamespace(blocks=1, window_chunks=1)
+            self.config = SimpleNamespace(blocks=1, window_chunks=1, head_dim=32)
 
     model = Plain()
     with videokv.compress(model, "bf16"):
@@ -90,7 +90,12 @@ def test_other_models_are_refused(model):
 
 def test_bad_recipes_are_refused_before_the_model_is_touched():
     model = WorldModel()
-    for bad in [{"name": "rtn-5bit"}, {"name": "rtn-2bit", "grup": 1}]:
+    for bad in [
+        {"name": "rtn-5bit"},
+        {"name": "rtn-2bit", "grup": 1},
+        {"name": "rtn-2bit", "group_size": 48},
+        {"name": "rtn-2bit-psac999"},
+    ]:
         name = bad.pop("name")
         with pytest.raises(ValueError), videokv.compress(model, name, **bad):
             pass

@@ -23,6 +23,8 @@ from videokv.studies.demo import (
 )
 from videokv.studies.journal import JOURNAL_NAME
 
+CHECK_RECIPE = seam.check_recipe
+
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +142,24 @@ def test_settings_are_checked(tmp_path: Path, changes: dict[str, int], says: str
     with pytest.raises(ValueError, match=says):
         small(tmp_path, **changes)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "says"), [("rtn-2bit-psac999", "rank 999"), ("rtn-5bit", "bits")])
+def test_recipes_are_checked_against_the_model_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    monkeypatch.setattr(seam, "check_recipe", CHECK_RECIPE)
+    monkeypatch.setattr(seam, "load_model", lambda _: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=says):
+        run_demo(small(tmp_path / "out", recipes=("rtn-2bit", name)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_shipped_model_has_the_heads_that_recipes_are_checked_against() -> None:
+    from videokv.worldmodel.config import WorldModelConfig
+    from videokv.worldmodel.weights import load_weights
+
+    assert load_weights(device="cpu").config.head_dim == WorldModelConfig().head_dim
 
 
 def test_devices_are_checked() -> None:

@@ -100,7 +100,7 @@ def test_corrections_touch_cached_keys_only(kind, recipe, monkeypatch):
 
     monkeypatch.setattr(videokv.Recipe, "attend", spy)
     pipeline = kind.pipeline(kind.make())
-    with videokv.compress(pipeline, recipe, sink_chunks=1):
+    with videokv.compress(pipeline, recipe, sink_chunks=1, recent_chunks=0):
         kind.video(pipeline)
     assert all(not noisy[-1] for noisy in seen)
     longest = max(seen, key=len)

@@ -115,6 +115,36 @@ def test_bits_exist_for_every_base(name):
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("sizes", [{"tokens": 0}, {"tokens": 2.5}, {"head_dim": 0}])
+def test_bits_refuse_sizes_below_one(sizes):
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be an integer"):
+        videokv.bits_per_element("rtn-2bit", **{"tokens": 8, "head_dim": 32, **sizes})
+
+
+@pytest.mark.parametrize("name", ["kivi-2bit", "kivi-4bit+taylor", "kivi-2bit-psac8"])
+def test_kivi_keeps_a_recent_chunk_unless_told_otherwise(name):
+    assert videokv.recipe(name).policy == CachePolicy(recent_chunks=1)
+    assert videokv.recipe(name, sink_chunks=2).policy == CachePolicy(2, 1)
+    assert videokv.recipe(name, recent_chunks=0).policy == CachePolicy()
+    assert videokv.recipe(name, policy=CachePolicy()).policy == CachePolicy()
+
+
+def test_other_families_keep_the_plain_policy():
+    for name in ("bf16", "rtn-2bit", "quarot-2bit"):
+        assert videokv.recipe(name).policy == CachePolicy()
+
+
+def test_policy_defaults_are_fields_of_the_policy():
+    for family in families().values():
+        CachePolicy(**family.policy_defaults)
+
+
+@pytest.mark.parametrize("wrong", [True, 0, 2.0, "32"])
+def test_a_group_is_a_number_of_elements(wrong):
+    with pytest.raises(ValueError, match="group_size must be a positive integer"):
+        GroupFormat(2, wrong)
+
+
 def test_the_models_window_is_used_where_the_recipe_has_none():
     assert videokv.recipe("rtn-2bit").new_cache(window_chunks=4).recipe.policy.window_chunks == 4
     own = videokv.recipe("rtn-2bit", window_chunks=2)

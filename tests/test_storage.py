@@ -105,19 +105,27 @@ def edited(path, edit):
         header = json.loads(file.metadata()[storage.HEADER])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     edit(header, tensors)
-    metadata = {storage.HEADER: json.dumps(header)}
+    text = json.dumps(header)
+    metadata = {storage.HEADER: text, storage.HEADER_CHECKSUM: storage.header_checksum(text)}
     safetensors.torch.save_file(tensors, path, metadata=metadata)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda h, t: h.update(format=99), "format 99, this version reads 1"),
+        (lambda h, t: h.update(format=99), "format 99, this version reads 2"),
         (lambda h, t: t.pop("t1"), "t1 is missing"),
         (lambda h, t: h["recipe"].update({"class": "os.system"}), "os.system"),
         (lambda h, t: h["recipe"]["fields"].pop("seed"), "has fields"),
         (lambda h, t: h.pop("layers"), "layers"),
         (lambda h, t: h["recipe"]["fields"].update(seed=-1), "seed"),
+        (lambda h, t: h.update(length=7), "layer 0 does not hold the 7 tokens"),
+        (lambda h, t: h["layers"].update({"0": 3}), "layer 0 does not hold"),
+        (lambda h, t: t.update(t1=t["t1"].view(torch.int8)), "t1 is missing or damaged"),
+        (lambda h, t: t.update(t1=t["t1"].flatten()), "t1 is missing or damaged"),
+        (lambda h, t: t.update(more=torch.zeros(2)), "more is missing or damaged"),
+        (lambda h, t: h["options"].update(dict=[[[], 1]]), "cannot be read"),
+        (lambda h, t: h["options"].update(dict=[[{"dtype": "no"}, 1]]), "cannot be read"),
     ],
 )
 def test_mismatched_files_are_refused(edit, message, tmp_path):
@@ -125,6 +133,41 @@ def test_mismatched_files_are_refused(edit, message, tmp_path):
     edited(tmp_path / "c", edit)
     with pytest.raises(ValueError, match=message):
         videokv.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'length\\": 35', b'length\\": 36'),
+        (b'seed\\": 0', b'seed\\": 1'),
+        (b'sink_chunks\\": 1', b'sink_chunks\\": 0'),
+        (b"bfloat16", b"bfloat61"),
+        (b'"U8"', b'"I8"'),
+        (b'"BF16"', b'"F16" '),
+    ],
+)
+def test_a_damaged_header_is_refused(old, new, tmp_path):
+    path = tmp_path / "c"
+    videokv.save(filled("rtn-2bit"), path)
+    whole = path.read_bytes()
+    assert old in whole and len(old) == len(new)
+    path.write_bytes(whole.replace(old, new, 1))
+    with pytest.raises(ValueError, match="damaged"):
+        videokv.load(path)
+
+
+def test_no_flipped_byte_passes(tmp_path):
+    path = tmp_path / "c"
+    cache = filled("quarot-2bit+calibrated")
+    videokv.save(cache, path)
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little") + 8
+    for at in [*range(0, header, max(1, header // 400)), *range(header, len(whole), 997)]:
+        data = bytearray(whole)
+        data[at] ^= 1 << (at % 7)
+        path.write_bytes(bytes(data))
+        with pytest.raises(ValueError):
+            videokv.load(path)
 
 
 def test_other_files_are_refused(tmp_path):

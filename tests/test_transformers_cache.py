@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 import videokv  # noqa: E402
 from videokv.adapters.transformers.attention import attention  # noqa: E402
-from videokv.adapters.transformers.models import cache_keyword  # noqa: E402
+from videokv.adapters.transformers.models import cache_keyword, head_dims  # noqa: E402
 from videokv.transformers import CompressedCache  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -443,6 +444,36 @@ def test_unknown_recipe_leaves_the_model_alone(model):
     with pytest.raises(ValueError):
         CompressedCache(model, "rtm-2bit")
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rtn-2bit", {"group_size": 48}, "group_size 48 does not divide head_dim 32"),
+        ("rtn-2bit-psac999", {}, "rank 999"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_before_any_work(model, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        CompressedCache(model, videokv.recipe(name, **options))
+    with (
+        pytest.raises(ValueError, match=message),
+        videokv.compress(model, name, **options),
+    ):
+        pass
+    assert model.config._attn_implementation == "sdpa" and "generate" not in vars(model)
+
+
+def test_head_sizes_are_read_from_the_configuration():
+    def sizes(**config):
+        return head_dims(types.SimpleNamespace(config=types.SimpleNamespace(**config)))
+
+    assert sizes(head_dim=80, hidden_size=96, num_attention_heads=6) == (80, 80)
+    assert sizes(head_dim=None, hidden_size=96, num_attention_heads=6) == (16, 16)
+    latent = {"head_dim": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 24}
+    assert sizes(**latent) == (48, 24)
+    assert sizes(head_dim=64, global_head_dim=128) is None
+    assert sizes(hidden_size=96, num_attention_heads=[4, 6]) is None
 
 
 def test_other_models_are_refused():

@@ -131,6 +131,13 @@ def test_bad_rollouts_are_refused(frames: int, steps: int, chunks: int, word: st
         )
 
 
+@pytest.mark.parametrize("seed", [-1, 0.5, True])
+def test_bad_seeds_are_refused(seed: object) -> None:
+    real = clips(1)
+    with pytest.raises(ValueError, match="seed must be an integer of at least 0"):
+        rollout(tiny_model(), real.frames[:, :6], real.actions, cache(), chunks=1, seed=seed)
+
+
 def test_unknown_actions_and_float_contexts_are_refused() -> None:
     real = clips(1)
     with pytest.raises(ValueError, match="0..5"):

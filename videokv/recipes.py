@@ -33,6 +33,7 @@ from videokv.quantizers import Family, families
 DENSE = "bf16"
 USUAL_RANK = 8
 SUBSPACE_MODULE = "videokv.quantizers.subspace"
+REPAIRED = re.compile(r"(?P<inner>.+)-psac(?P<rank>\d+)")
 POLICY_FIELDS = tuple(item.name for item in dataclasses.fields(CachePolicy))
 
 
@@ -130,6 +131,9 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
 
     Raises:
         ValueError: unknown name (the nearest are shown), width, correction or option.
+
+    What the policy is where nothing overrides it: the family's defaults (KIVI keeps a recent chunk
+    dense).
     """
     if isinstance(name, Recipe):
         return _changed(name, overrides)
@@ -141,7 +145,7 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     own = {item.name for item in dataclasses.fields(Recipe)} | set(POLICY_FIELDS)
     options = {key: value for key, value in overrides.items() if key not in own}
     keys, values = _quantizers(base, options)
-    plain = Recipe(name, keys, values, correction or None)
+    plain = Recipe(name, keys, values, correction or None, policy=_default_policy(base))
     return _changed(plain, {key: overrides[key] for key in overrides if key in own})
 
 
@@ -161,7 +165,13 @@ def bits_per_element(
 
     Counted from the storages of a real chunk of seeded random numbers, encoded after another one
     (so query-aware parts are there and warm); 16 for the dense recipe.
+
+    Raises:
+        ValueError: a size below 1, or the recipe cannot encode such heads.
     """
+    for what, size in (("tokens", tokens), ("head_dim", head_dim)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{what} must be an integer of at least 1, got {size!r}")
     chosen = dataclasses.replace(recipe(name), correction=None, policy=CachePolicy(window_chunks=1))
     generator = torch.Generator().manual_seed(0)
     cache = chosen.new_cache(layers=1)
@@ -239,11 +249,11 @@ def _quantizers(base: str, options: dict[str, Any]) -> tuple[Quantizer | None, Q
     if base == DENSE:
         _refuse_options(base, options, known=())
         return None, None
-    known = {_base_name(family, bits): (family, bits) for family, bits in _formats()}
+    known = _formats_by_name()
     if base in known:
         family, bits = known[base]
         return _build(family, bits, options)
-    repaired = re.fullmatch(r"(?P<inner>.+)-psac(?P<rank>\d+)", base)
+    repaired = REPAIRED.fullmatch(base)
     subspace = _subspace()
     if repaired and subspace is not None and repaired["inner"] in known:
         family, bits = known[repaired["inner"]]
@@ -255,6 +265,19 @@ def _quantizers(base: str, options: dict[str, Any]) -> tuple[Quantizer | None, Q
 
 def _formats() -> list[tuple[Family, int | None]]:
     return [(family, bits) for family in families().values() for bits in (family.bits or (None,))]
+
+
+def _formats_by_name() -> dict[str, tuple[Family, int | None]]:
+    return {_base_name(family, bits): (family, bits) for family, bits in _formats()}
+
+
+def _default_policy(base: str) -> CachePolicy:
+    """What the family of a name (repaired or not) asks of the cache."""
+    repaired = REPAIRED.fullmatch(base)
+    known = _formats_by_name().get(base) or (
+        _formats_by_name().get(repaired["inner"]) if repaired else None
+    )
+    return CachePolicy() if known is None else CachePolicy(**known[0].policy_defaults)
 
 
 def _base_name(family: Family, bits: int | None) -> str:

@@ -47,9 +47,10 @@ class GroupFormat:
     zero_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        if self.bits not in SUPPORTED_BITS:
+        if self.bits not in SUPPORTED_BITS or not isinstance(self.bits, int):
             raise ValueError(f"bits must be one of {SUPPORTED_BITS}, got {self.bits!r}")
-        if not isinstance(self.group_size, int) or self.group_size < 1:
+        counted = isinstance(self.group_size, int) and not isinstance(self.group_size, bool)
+        if not counted or self.group_size < 1:
             raise ValueError(f"group_size must be a positive integer, got {self.group_size!r}")
         if self.axis not in ("token", "channel"):
             raise ValueError(f"axis must be 'token' or 'channel', got {self.axis!r}")

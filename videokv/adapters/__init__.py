@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from videokv.adapters.verification import LayerError
 from videokv.adapters.verification import verify as verify_newest
@@ -45,6 +45,15 @@ class ModelAdapter(Protocol):
         serves ("" where there is one), ``chunk_tokens`` replaces what the policy says,
         ``sink_chunks`` are first chunks that the model never lets go, which stay dense.
         """
+        ...
+
+
+@runtime_checkable
+class KnowsHeads(Protocol):
+    """An adapter that can tell the head sizes of a model before it runs."""
+
+    def head_dims(self, model: Any) -> tuple[int, int] | None:
+        """Channels of a key head and of a value head; None where this model does not say."""
         ...
 
 
@@ -135,10 +144,13 @@ def compress(
     history (for short self-tests). The model is restored on exit, after an exception too.
 
     Raises:
-        ValueError: unknown recipe or option, or a model that no adapter knows.
+        ValueError: unknown recipe or option, a model that no adapter knows, or heads that the
+            recipe cannot encode (on entry where the adapter knows their size, else at the first
+            write).
     """
     chosen = recipe(name, **overrides)
     adapter = _adapter_of(model)
+    _check_heads(chosen, adapter, model)
     state = Compressed(chosen)
     make = functools.partial(
         _make,
@@ -178,6 +190,12 @@ def _make(
         state._encoded_before[branch] = state._encoded_before.get(branch, 0) + old.encode_calls
     state._latest[branch] = cache
     return cache
+
+
+def _check_heads(chosen: Recipe, adapter: ModelAdapter, model: Any) -> None:
+    sizes = adapter.head_dims(model) if isinstance(adapter, KnowsHeads) else None
+    if sizes is not None:
+        chosen.check(sizes[0], value_head_dim=sizes[1])
 
 
 def _adapter_of(model: Any) -> ModelAdapter:

@@ -20,6 +20,10 @@ class WorldModelAdapter:
         """By the names of its classes: nothing is imported."""
         return any((cls.__module__, cls.__name__) == MODEL_CLASS for cls in type(model).__mro__)
 
+    def head_dims(self, model: Any) -> tuple[int, int]:
+        """Keys and values have heads of one size."""
+        return model.config.head_dim, model.config.head_dim
+
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Caches of the recipe, with the model's number of layers and its window."""
         config = model.config

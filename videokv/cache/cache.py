@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from videokv.cache.few import MOST_PACKED_QUERIES, packed_parts
 from videokv.cache.layer import Coding, LayerCache, LayerState
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
 from videokv.cache.memory import Memory, measured
-from videokv.cache.policy import CachePolicy
+from videokv.cache.policy import CachePolicy, is_count
 from videokv.cache.rows import worth_gathering
 from videokv.cache.workspace import Workspace
 from videokv.protocols import Correction, Quantizer, Segment
@@ -82,10 +83,10 @@ class KVCache:
     ) -> None:
         if isinstance(recipe, str):
             raise ValueError(f"give a recipe, not its name: videokv.recipe({recipe!r})")
-        if layers is not None and layers < 1:
-            raise ValueError(f"layers must be None or positive, got {layers}")
-        if scale is not None and not 0 < scale < float("inf"):
-            raise ValueError(f"scale must be None, or positive and finite, got {scale}")
+        if layers is not None and (not is_count(layers) or layers < 1):
+            raise ValueError(f"layers must be None or a positive integer, got {layers!r}")
+        if scale is not None:
+            scale = _checked_scale(scale)
         self.recipe = recipe
         self._coding = Coding(
             recipe.keys, recipe.values, recipe.correction_method(), recipe.policy, recipe.seed
@@ -143,7 +144,10 @@ class KVCache:
             ValueError: shapes or dtypes disagree, or the rows overlap committed ones or leave a
                 gap.
         """
-        self._layer(layer).write(start_token, key, value, query)
+        self._check_index(layer)
+        held = self._layers.get(layer) or self._new_layer(layer)
+        held.write(start_token, key, value, query)
+        self._layers[layer] = held  # a layer that refused its first rows does not appear
 
     @torch.no_grad()
     def commit(self, end_token: int) -> None:
@@ -190,10 +194,26 @@ class KVCache:
 
         Returns:
             ``[B, Hq, M, Dv]`` in the query's dtype.
+
+        Raises:
+            ValueError: the scale is not positive and finite, or shapes or dtypes disagree. The
+                cache is then as it was before.
         """
-        if scale is not None:
-            self._seen_scale = scale
-        scale = self._softmax_scale(query.shape[-1]) if scale is None else scale
+        given = None if scale is None else _checked_scale(scale)
+        output = self._attended(
+            layer,
+            query,
+            key,
+            value,
+            scale=self._softmax_scale(query.shape[-1]) if given is None else given,
+            causal=causal,
+        )
+        self._seen_scale = self._seen_scale if given is None else given
+        return output
+
+    def _attended(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
+    ) -> Tensor:
         current = Segment(key, value)
         self._check_index(layer)
         held = self._layers.get(layer)
@@ -364,12 +384,15 @@ class KVCache:
     def _layer(self, index: int) -> LayerCache:
         self._check_index(index)
         if index not in self._layers:
-            if self._length:
-                raise ValueError(
-                    f"layer {index} appears after {self._length} tokens were committed without it"
-                )
-            self._layers[index] = LayerCache(index, self._coding)
+            self._layers[index] = self._new_layer(index)
         return self._layers[index]
+
+    def _new_layer(self, index: int) -> LayerCache:
+        if self._length:
+            raise ValueError(
+                f"layer {index} appears after {self._length} tokens were committed without it"
+            )
+        return LayerCache(index, self._coding)
 
     def _check_index(self, index: int) -> None:
         count = self._fixed_layers
@@ -470,6 +493,13 @@ class KVCache:
             for index, state in before.items():
                 self._layers[index].state = state
             raise
+
+
+def _checked_scale(scale: float) -> float:
+    number = isinstance(scale, Real) and not isinstance(scale, bool)
+    if not number or not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be None, or positive and finite, got {scale!r}")
+    return float(scale)
 
 
 def _full_precision(device: torch.device) -> torch.autocast:

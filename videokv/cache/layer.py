@@ -22,6 +22,7 @@ from videokv.cache.policy import CachePolicy
 from videokv.cache.rows import SPARE_CHANNELS, RowBuffer
 from videokv.cache.select import selected
 from videokv.cache.workspace import Decoders
+from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
 from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
 from videokv.tensors import map_tensors, require_finite, walk_tensors
 
@@ -75,12 +76,14 @@ class LayerState:
     """Everything a layer remembers; replaced as a whole, so that a failed commit undoes itself.
 
     length: tokens committed since the start, dropped ones included. first: the oldest token that
-    may be read (those before it were forgotten). chunks: final, in order.
+    may be read (those before it were forgotten). next_ordinal: of the next chunk; it goes on
+    counting when chunks are dropped, so that no later one becomes a sink. chunks: final, in order.
     open: committed rows waiting to fill a chunk. tail: rows written but not committed.
     """
 
     length: int = 0
     first: int = 0
+    next_ordinal: int = 0
     chunks: tuple[Chunk, ...] = ()
     open: Rows | None = None
     tail: Rows | None = None
@@ -182,6 +185,7 @@ class LayerCache:
         self.state = replace(
             state,
             length=end,
+            next_ordinal=state.next_ordinal + len(pieces),
             chunks=self._aged(chunks, surplus, scale=scale),
             open=waiting,
             tail=rest,
@@ -279,6 +283,7 @@ class LayerCache:
         chunks: list[Chunk] = [chunk for chunk in state.chunks if chunk.end <= length]
         cut = [chunk for chunk in state.chunks if chunk.start < length < chunk.end]
         chunks += [self._cut(chunk, length, decode_partial=decode_partial) for chunk in cut]
+        later = [chunk.ordinal for chunk in state.chunks if chunk.start >= length]
         waiting = state.open
         if waiting is not None:
             kept = length - waiting.start
@@ -287,6 +292,7 @@ class LayerCache:
             state,
             length=min(length, state.length),
             first=min(length, state.first),
+            next_ordinal=min([*later, state.next_ordinal]) if length else 0,
             chunks=tuple(chunks),
             open=waiting,
             tail=None,
@@ -350,6 +356,16 @@ class LayerCache:
                 f"and {values.dtype}"
             )
         layout, expected = Layout.of(keys, values), self.state.layout
+        if 0 in (layout.batch, layout.kv_heads, layout.key_dim, layout.value_dim):
+            raise ValueError(
+                f"{where}: batch, heads and head sizes must be at least 1, got keys "
+                f"{tuple(keys.shape)} and values {tuple(values.shape)}"
+            )
+        if not self.coding.dense and keys.dtype not in PACKED_DTYPES:
+            raise ValueError(
+                f"{where}: keys and values that are packed must be one of {PACKED_DTYPES}, got "
+                f"{keys.dtype}; convert them, or use a recipe without quantizers"
+            )
         if expected is not None and layout.describe() != expected.describe():
             raise ValueError(
                 f"{where} holds {expected.describe()}; got {layout.describe()}. Reset the cache "
@@ -367,8 +383,6 @@ class LayerCache:
         return layout
 
     def _dense(self, pieces: Sequence[Rows]) -> list[DenseChunk]:
-        chunks = self.state.chunks
-        first = chunks[-1].ordinal + 1 if chunks else 0
         return [
             DenseChunk(
                 ordinal,
@@ -377,7 +391,7 @@ class LayerCache:
                 piece.values,
                 sampled(piece.queries) if self._needs_queries(ordinal) else None,
             )
-            for ordinal, piece in enumerate(pieces, first)
+            for ordinal, piece in enumerate(pieces, self.state.next_ordinal)
         ]
 
     def _needs_queries(self, ordinal: int) -> bool:

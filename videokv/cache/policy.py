@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def is_count(value: object) -> bool:
+    """Whether a value is an integer; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class CachePolicy:
     """Rules in whole chunks. A chunk's grid is fixed once, so no rule ever packs a chunk twice.
@@ -31,7 +36,7 @@ class CachePolicy:
             value = getattr(self, name)
             if value is None and least == 1:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_count(value) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if self.window_chunks is not None and self.window_chunks < self.sink_chunks:
             raise ValueError(

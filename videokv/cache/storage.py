@@ -2,6 +2,7 @@
 
 Frozen dataclasses are written field by field, under the names of an allow-list that the caller
 gives; nothing is pickled, and a name outside the list is refused when writing and when reading.
+The JSON has a checksum beside it, and holds those of the tensors, their dtypes and shapes included.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import videokv
 from videokv.cache.cache import KVCache
 from videokv.cache.layer import LayerState
 
-FORMAT = 1
+FORMAT = 2
 HEADER = "videokv"
+HEADER_CHECKSUM = "videokv_checksum"
 Classes = Mapping[str, type]
 
 
@@ -60,7 +62,7 @@ def save(cache: KVCache, path: str | os.PathLike, *, classes: Classes) -> None:
 
 
 def load(path: str | os.PathLike, *, classes: Classes) -> SavedCache:
-    """Read what ``save`` wrote, every tensor checked against its checksum.
+    """Read what ``save`` wrote, header and tensors checked against their checksums.
 
     Raises:
         ValueError: the file is no cache, is damaged, or was written by another format, saying why.
@@ -71,15 +73,25 @@ def load(path: str | os.PathLike, *, classes: Classes) -> SavedCache:
         raise FileNotFoundError(f"no file {source}")
     try:
         with safetensors.safe_open(source, framework="pt") as file:
-            text = (file.metadata() or {}).get(HEADER)
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged dtype or shape raises whatever torch makes of it
         raise ValueError(f"{source} is damaged or no safetensors file: {error}") from error
+    text = metadata.get(HEADER)
     if text is None:
         raise ValueError(f"{source} is a safetensors file, but not a saved cache of videokv")
+    if metadata.get(HEADER_CHECKSUM) != header_checksum(text):
+        raise ValueError(
+            f"{source} is damaged, or was written by another version of videokv (the checksum of "
+            "its header is missing or differs)"
+        )
     try:
         return _read(json.loads(text), tensors, classes)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # an edited header may make any constructor raise anything
         raise ValueError(f"{source} cannot be read as a cache: {error}") from error
 
 
@@ -99,15 +111,20 @@ def _read(header: dict[str, Any], tensors: dict[str, Tensor], classes: Classes) 
             f"format {header['format']}, this version reads {FORMAT} "
             f"(written by {header['versions']})"
         )
-    for name, checksum in header["checksums"].items():
-        if name not in tensors or _checksum(tensors[name]) != checksum:
+    for name in sorted({*header["checksums"], *tensors}):
+        if name not in tensors or _checksum(tensors[name]) != header["checksums"].get(name):
             raise ValueError(f"tensor {name} is missing or damaged (its checksum differs)")
     reader = _Reader(classes, tensors)
+    states = {int(index): reader.made(plain) for index, plain in header["layers"].items()}
+    length = header["length"]
+    for index, state in states.items():
+        if not isinstance(state, LayerState) or state.length != length:
+            raise ValueError(f"layer {index} does not hold the {length!r} tokens of the cache")
     return SavedCache(
         recipe=reader.made(header["recipe"]),
         options=reader.made(header["options"]),
-        length=header["length"],
-        states={int(index): reader.made(plain) for index, plain in header["layers"].items()},
+        length=length,
+        states=states,
     )
 
 
@@ -197,7 +214,8 @@ class _Reader:
 def _write_whole(target: Path, tensors: dict[str, Tensor], header: str) -> None:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        safetensors.torch.save_file(tensors, temporary, metadata={HEADER: header})
+        metadata = {HEADER: header, HEADER_CHECKSUM: header_checksum(header)}
+        safetensors.torch.save_file(tensors, temporary, metadata=metadata)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -208,9 +226,16 @@ def _write_whole(target: Path, tensors: dict[str, Tensor], header: str) -> None:
             temporary.unlink()
 
 
+def header_checksum(text: str) -> str:
+    """CRC-32 of the header, in hexadecimal digits."""
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
 def _checksum(tensor: Tensor) -> int:
+    """CRC-32 of dtype, shape and bytes: the same bytes in another dtype are another tensor."""
+    layout = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(raw.numpy().data) if raw.numel() else 0
+    return zlib.crc32(raw.numpy().data, layout) if raw.numel() else layout
 
 
 def _versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from videokv.cache.policy import is_count
 from videokv.protocols import Segment
 
 Decoders = dict[int, Callable[[], Segment]]
@@ -28,8 +29,10 @@ class Workspace:
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
-        if budget_bytes is not None and budget_bytes < 1:
-            raise ValueError(f"workspace_bytes must be None or positive, got {budget_bytes}")
+        if budget_bytes is not None and (not is_count(budget_bytes) or budget_bytes < 1):
+            raise ValueError(
+                f"workspace_bytes must be None or a positive integer, got {budget_bytes!r}"
+            )
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
         self.kept: dict[tuple[int, int], Segment] = {}

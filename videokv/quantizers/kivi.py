@@ -2,7 +2,8 @@
 
 Keys have a few channels that are large in every token; a step of its own for each channel keeps
 them from setting the step of all others (2402.02750). Here a chunk is the stream: groups never
-cross its borders (the last one may be shorter), and the recent window is the cache's policy.
+cross its borders (the last one may be shorter), and the recent window is the cache's policy: one
+chunk unless told otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ def kivi_formats(
     return keys, values
 
 
-@register("kivi", bits=(2, 4), summary="keys per channel, values per token (KIVI)")
+@register(
+    "kivi",
+    bits=(2, 4),
+    summary="keys per channel, values per token (KIVI)",
+    policy_defaults={"recent_chunks": 1},  # the dense recent window, in chunk-wise use
+)
 def build_kivi(
     bits: int, *, group_size: int = 32, fp16_scales: bool = False
 ) -> tuple[Quantizer, Quantizer]:

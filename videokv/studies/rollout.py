@@ -65,10 +65,15 @@ def recipe_names() -> list[str]:
 
 
 def check_recipe(name: str) -> None:
-    """Raise ValueError with the nearest names where there is no such recipe."""
+    """Raise ValueError with the nearest names where there is no such recipe, or naming the option
+    where it cannot encode the heads of the shipped model."""
     from videokv.recipes import recipe
+    from videokv.worldmodel.config import WorldModelConfig
 
-    recipe(name)
+    try:
+        recipe(name).check(WorldModelConfig().head_dim)
+    except ValueError as error:
+        raise ValueError(f"recipe {name!r}: {error}") from error
 
 
 def count_bits(name: str, *, tokens: int, head_dim: int) -> float:

@@ -72,7 +72,7 @@ def rollout(
         actions: int [B, T], T >= C + chunks * chunk_frames; actions[:, f] leads to frame f.
         cache: empty; the context's chunks are written to it first. None takes a new one from
             ``model.cache_factory``: dense, unless ``videokv.compress`` has changed it.
-        seed: of the noise.
+        seed: of the noise, 0 or more.
         clips: the clips' numbers, which their noise is drawn from; 0, 1, ... unless given.
         steps, shift: of the time steps; the model's configuration unless given.
         autocast: dtype of matrix products, for example torch.bfloat16; None runs in the
@@ -84,11 +84,11 @@ def rollout(
 
     Raises:
         ValueError: the context is no whole number of chunks, an action is missing or unknown,
-            or chunks is not positive.
+            chunks is not positive, or the seed is negative.
     """
     config = model.config
     clips = range(context_frames.shape[0]) if clips is None else clips
-    _check(config, context_frames, actions, chunks=chunks, clips=clips)
+    _check(config, context_frames, actions, chunks=chunks, seed=seed, clips=clips)
     cache = model.cache_factory() if cache is None else cache
     device = next(model.parameters()).device
     actions = actions.to(device=device, dtype=torch.long)
@@ -145,6 +145,7 @@ def _check(
     actions: Tensor,
     *,
     chunks: int,
+    seed: int,
     clips: Sequence[int],
 ) -> None:
     size = (config.height, config.width_px, 3)
@@ -155,6 +156,8 @@ def _check(
         )
     if chunks < 1:
         raise ValueError(f"chunks must be positive, got {chunks}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
     if context.shape[1] == 0 or context.shape[1] % config.chunk_frames:
         raise ValueError(
             f"context_frames must be whole chunks of {config.chunk_frames} frames, got "

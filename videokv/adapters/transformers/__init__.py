@@ -39,6 +39,12 @@ class LanguageModels:
             base.endswith("ForCausalLM") for base in bases
         )
 
+    def head_dims(self, model: Any) -> tuple[int, int] | None:
+        """See ``models.head_dims``."""
+        from videokv.adapters.transformers.models import head_dims
+
+        return head_dims(model)
+
     def install(self, model: Any, new_cache: Callable[..., Any]) -> Callable[[], None]:
         """See ``generate.replace_generate``."""
         from videokv.adapters.transformers.generate import replace_generate

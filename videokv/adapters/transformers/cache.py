@@ -20,6 +20,7 @@ from videokv.adapters.transformers.layers import CompressedLayer, WindowLayer
 from videokv.adapters.transformers.models import (
     check_installed,
     check_model,
+    head_dims,
     install,
     uninstall,
 )
@@ -51,8 +52,8 @@ class CompressedCache(Cache):
 
     ``copy.deepcopy`` copies the tokens, for the same model.
 
-    Refuses (ValueError): layers of other kinds, padding, masks of one's own, an attention function
-    that was replaced after the cache was made.
+    Refuses (ValueError): layers of other kinds, heads that the recipe cannot encode, padding, masks
+    of one's own, an attention function that was replaced after the cache was made.
     """
 
     def __init__(
@@ -63,7 +64,11 @@ class CompressedCache(Cache):
         chunk: int | None = None,
         **options: Any,
     ) -> None:
-        new_cache = functools.partial(_new_cache, find_recipe(recipe), options)
+        chosen = find_recipe(recipe)
+        check_model(model)
+        if (sizes := head_dims(model)) is not None:
+            chosen.check(sizes[0], value_head_dim=sizes[1])
+        new_cache = functools.partial(_new_cache, chosen, options)
         self._prepare(model, new_cache, chunk)
 
     @classmethod

@@ -56,6 +56,32 @@ def check_model(model: PreTrainedModel) -> Layers:
     return Layers(len(kinds), windows)
 
 
+def head_dims(model: PreTrainedModel) -> tuple[int, int] | None:
+    """Channels of a key head and of a value head; None where the layers differ or do not say.
+
+    Read from the configuration; with latent attention (DeepSeek) ``head_dim`` is its rotary part.
+    """
+    config = model.config
+    rotary, plain, value = (
+        _whole(config, f"{part}_head_dim") for part in ("qk_rope", "qk_nope", "v")
+    )
+    if rotary is not None:
+        return None if plain is None or value is None else (plain + rotary, value)
+    if _whole(config, "global_head_dim") is not None:
+        return None
+    size, heads = _whole(config, "head_dim"), _whole(config, "num_attention_heads")
+    width = _whole(config, "hidden_size")
+    if size is None and width and heads:
+        size = width // heads
+    return None if size is None else (size, size)
+
+
+def _whole(config: Any, name: str) -> int | None:
+    """A number of the configuration; None where it has none or a list of them."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
+
 def _kinds(config: Any) -> list[str]:
     """The kind of each layer, in the words of transformers."""
     kinds = getattr(config, "layer_types", None)
