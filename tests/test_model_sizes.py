@@ -42,7 +42,7 @@ def test_held_bytes_are_dense_and_packed_parts():
 
 def test_every_page_holds_its_table(tmp_path):
     pages = {path.stem for path in PAGES.glob("*.md")}
-    assert pages == {model.page for model in MODELS}
+    assert pages >= {model.page for model in MODELS}
     for model in MODELS:
         first, _, bf16, *_ = size_table(model, ()).split("\n")
         text = (PAGES / f"{model.page}.md").read_text()

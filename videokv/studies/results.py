@@ -151,7 +151,11 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; on failure nothing is left behind (OSError passes on)."""
+    """Write a file whole or not at all; on failure nothing is left behind (OSError passes on).
+
+    Its folder is made where it is not there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
