@@ -34,7 +34,8 @@ def main(path: str) -> None:
     print("| recipe | PSNR to BF16 (dB) | SSIM | cached mass | bits | smaller |")
     print("| --- | --- | --- | --- | --- | --- |")
     for recipe in recipes:
-        bits, ratio = (figure(recipe, m, 2) for m in ("bits_per_element", "ratio"))
+        sizes = (figure(recipe, m, 2) for m in ("bits_per_element", "ratio"))
+        bits, ratio = (size.partition(" ")[0] for size in sizes)  # the same for every clip
         quality = f"{figure(recipe, 'psnr_db', 2)} | {figure(recipe, 'ssim', 3)}"
         mass = figure(recipe, "cached_mass", 4)
         print(f"| `{recipe}` | {quality} | {mass} | {bits} | {ratio}× |")
