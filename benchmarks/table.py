@@ -1,6 +1,6 @@
 """A study's results.json as a Markdown table, with differences paired by case.
 
-    python benchmarks/table.py benchmarks/results/worldmodel-demo-32.json
+python benchmarks/table.py benchmarks/results/worldmodel-demo-32.json
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ def score_folder(folder: Path, dimensions: Sequence[str], *, device: str) -> dic
         with tempfile.TemporaryDirectory() as name:
             out = Path(name)
             (out / "prompts.json").write_text(json.dumps(prompt_list(chosen, known, dimension)))
-            runner = vbench2_beta_long.VBenchLong(
-                where, str(out / "prompts.json"), str(out)
-            )
+            runner = vbench2_beta_long.VBenchLong(where, str(out / "prompts.json"), str(out))
             try:
                 runner.evaluate(
                     videos_path=str(folder / dimension),
