@@ -9,7 +9,7 @@ import videokv
 
 ROOT = Path(videokv.__file__).parent
 STEPS = [
-    {"stopping", "outputs", "devices"},
+    {"stopping", "outputs", "devices", "command_line"},
     {"tensors"},
     {"rotation"},
     {"noise"},

@@ -93,5 +93,6 @@ def test_what_does_not_fit_is_refused(make, says: str) -> None:
 
 
 def test_an_unwritable_folder_is_an_os_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError):
-        write_video(tmp_path / "missing" / "v.mp4", [scene(panels=1, frames=2)])
+        write_video(tmp_path / "file" / "v.mp4", [scene(panels=1, frames=2)])

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import videokv
+from videokv.command_line import record
 from videokv.outputs import describe
 from videokv.report import studies_cli
 from videokv.report.claims_cli import claims
@@ -52,6 +53,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout inste
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line (sys.argv unless given) and return its exit code."""
+    record(sys.argv[1:] if arguments is None else arguments)
     try:
         app(args=arguments, prog_name="videokv")
     except SystemExit as end:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from videokv.command_line import command
 from videokv.studies.results import Results
 from videokv.studies.rollouts import OnUnit
 
@@ -231,11 +231,6 @@ def integers(text: str, option: str) -> tuple[int, ...]:
         raise ValueError(
             f"--{option} takes whole numbers with commas between, got {text!r}"
         ) from error
-
-
-def command() -> str:
-    """The command line, for the record."""
-    return shlex.join(["videokv", *sys.argv[1:]])
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from videokv.command_line import command
 from videokv.devices import resolve_device
 from videokv.studies.prefill import (
     BASELINE,
@@ -87,7 +86,7 @@ def prefill(
         device=str(resolve_device(device)),
     )
     with _progress(study) as progress:
-        results = run_prefill(study, out, command=shlex.join(sys.argv), progress=progress)
+        results = run_prefill(study, out, command=command(), progress=progress)
     if as_json:
         print(json.dumps(results.as_json(), indent=1, allow_nan=False))
     else:
