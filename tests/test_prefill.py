@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -27,10 +28,11 @@ from videokv.studies.prefill import (  # noqa: E402
 from videokv.studies.prefill_inputs import (  # noqa: E402
     LanguageModel,
     Text,
-    default_text,
     fingerprint,
     load_language_model,
-    read_text,
+    python_reference,
+    python_source,
+    read_texts,
     token_ids,
 )
 from videokv.studies.results import Row, mean_sem_n  # noqa: E402
@@ -66,16 +68,16 @@ def values(rows, recipe, metric):
 
 
 def test_bf16_nll_is_that_of_the_full_prompt(language):
-    ids = token_ids(language, default_text(), count=97)
-    rows = prefill_rows(language.model, ids, "bf16", chunk_tokens=32)
+    ids = token_ids(language, python_reference(), count=97)
+    rows = prefill_rows(language.model, ids, "bf16", document="doc", chunk_tokens=32)
     with torch.inference_mode():
         log_p = language.model(ids[:, :-1], use_cache=False).logits[0].log_softmax(-1)
     losses = -log_p.gather(1, ids[0, 1:, None])[:, 0]
     found = values(rows, "bf16", "nll")
-    assert list(found) == ["chunk-001", "chunk-002"]
+    assert list(found) == ["doc/chunk-001", "doc/chunk-002"]
     for case, expected in zip(found, losses.split(32)[1:], strict=True):
         assert found[case] == pytest.approx(float(expected.mean()), rel=1e-5)
-    assert values(rows, "bf16", "ratio") == {"text": 1.0}
+    assert values(rows, "bf16", "ratio") == {"doc": 1.0}
     assert all(0 < m < 1 for m in values(rows, "bf16", "cached_mass").values())
 
 
@@ -90,7 +92,7 @@ def test_study_writes_results_and_resumes(loaded, study, tmp_path, monkeypatch):
     out = tmp_path / "out"
     lines = []
     results = run_prefill(study, out, command="prefill", progress=lambda *a: lines.append(a))
-    assert lines[:2] == [("bf16", 1, 4), ("bf16", 2, 4)] and len(lines) == 12
+    assert lines[:2] == [("text bf16", 1, 4), ("text bf16", 2, 4)] and len(lines) == 12
     written = json.loads((out / "results.json").read_text())
     assert written == json.loads(json.dumps(results.as_json()))
     assert list(written) == [
@@ -103,7 +105,7 @@ def test_study_writes_results_and_resumes(loaded, study, tmp_path, monkeypatch):
         "rows",
         "summary",
     ]
-    assert "text.txt, the first 128 tokens" in written["versions"]["text"]
+    assert "the first 128 tokens of text.txt" in written["versions"]["text"]
     metrics = {row["metric"] for row in written["rows"]}
     expected = {"nll", "cached_mass", "bits_per_element", "held_bytes", "dense_bytes", "ratio"}
     assert expected | {"seconds_per_chunk"} == metrics - {"nll_gap_recovered"}
@@ -150,24 +152,41 @@ def test_no_share_of_a_gap_that_is_not_there():
 # -- inputs ----------------------------------------------------------------------------------
 
 
-def test_default_text_is_long_and_always_the_same():
-    text = default_text()
+@pytest.mark.parametrize("built_in", [python_reference, python_source])
+def test_built_in_documents_are_long_and_always_the_same(built_in):
+    text = built_in()
     assert len(text.content) > 100_000
-    assert text == default_text()
-    assert "language reference of Python" in text.source
+    assert text == built_in()
+    assert "of Python" in text.source
 
 
-def test_texts_are_read_in_order(tmp_path):
+def test_documents_are_read_in_order(tmp_path):
     for name in ("b", "a"):
         (tmp_path / name).write_text(name * 3)
-    assert read_text([tmp_path / "b", tmp_path / "a"]) == Text("b, a", "bbb\n\naaa")
+    found = read_texts([tmp_path / "b", tmp_path / "a", "python-source"])
+    assert found == (Text("b", "b", "bbb"), Text("a", "a", "aaa"), python_source())
+    assert read_texts([]) == (python_reference(), python_source())
     with pytest.raises(ValueError, match="--text"):
-        read_text([tmp_path / "missing"])
+        read_texts([tmp_path / "missing"])
+    with pytest.raises(ValueError, match="different file names"):
+        read_texts([tmp_path / "a", tmp_path / "a"])
+
+
+def test_each_document_is_read_from_an_empty_cache(loaded, study, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("pack my box with five dozen liquor jugs " * 9)
+    alone = run_prefill(study, tmp_path / "alone", command="prefill")
+    both = dataclasses.replace(study, text=(other, *study.text))
+    pooled = run_prefill(both, tmp_path / "both", command="prefill")
+    nll = values(pooled.rows, "rtn-2bit", "nll")
+    assert list(nll) == [f"{name}/chunk-00{i}" for name in ("other", "text") for i in (1, 2, 3)]
+    for case, value in values(alone.rows, "rtn-2bit", "nll").items():
+        assert nll[case] == value
 
 
 def test_short_texts_are_refused(language):
     with pytest.raises(ValueError, match="needs 50 tokens, book has 3"):
-        token_ids(language, Text("book", "abc"), count=50)
+        token_ids(language, Text("book", "shelf", "abc"), count=50)
 
 
 def test_fingerprint_tells_texts_apart():
@@ -187,7 +206,7 @@ def test_a_checkpoint_folder_is_loaded(tmp_path, language):
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     language.model.save_pretrained(tmp_path)
     loaded = load_language_model(str(tmp_path), device=torch.device("cpu"))
-    assert token_ids(loaded, Text("", "a b b a"), count=3).tolist() == [[0, 1, 1]]
+    assert token_ids(loaded, Text("", "", "a b b a"), count=3).tolist() == [[0, 1, 1]]
     assert loaded.context_tokens == 512
 
 
@@ -228,6 +247,15 @@ def test_command_prints_a_table(loaded, study, tmp_path):
     assert found.exit_code == 0, found.output
     for word in ("bf16", "rtn-2bit", "gap", "text.txt", "3 chunks after the first"):
         assert word in found.output
+
+
+def test_several_chunk_sizes_are_several_studies(loaded, study, tmp_path):
+    found = invoke(study, tmp_path / "out", "--chunk", "64,32", "--json")
+    assert [one["versions"]["chunk_tokens"] for one in json.loads(found.stdout)] == ["64", "32"]
+    for size in (32, 64):
+        assert (tmp_path / "out" / f"chunk-{size}" / "results.json").is_file()
+    found = invoke(study, tmp_path / "out", "--chunk", "64,x")
+    assert isinstance(found.exception, ValueError) and "--chunk" in str(found.exception)
 
 
 def test_command_prints_json(loaded, study, tmp_path):

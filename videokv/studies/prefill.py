@@ -1,15 +1,16 @@
 """Chunked prefill of a language model: does a compressed cache predict the text as well?
 
-A text is fed chunk by chunk; every finished chunk is compressed, the current one is exact, and
-each token must be predicted from those before it (teacher forcing). Paper: 2605.26266, appendix O.
+Documents are fed chunk by chunk, each from an empty cache; every finished chunk is compressed, the
+current one is exact, and each token must be predicted from those before it (teacher forcing).
+Paper: 2605.26266, appendix O.
 
     nll               mean of -log p of the next token, nats, from the second chunk on (the first
-                      reads no cache); one row a chunk, all of equal length, so that the mean over
-                      rows is the mean over tokens
+                      reads no cache); one row a chunk of a document, all of equal length, so that
+                      the mean over rows is the mean over tokens of all documents
     nll_gap_recovered share of the gap between rtn-2bit and bf16 that a recipe closes: 0 is
                       rtn-2bit, 1 is bf16
     cached_mass       mean attention mass on earlier chunks, all layers, heads and queries
-    bits_per_element, held_bytes, dense_bytes, ratio    counted at the end of the text
+    bits_per_element, held_bytes, dense_bytes, ratio    counted at the end of each document
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,10 +35,13 @@ from videokv.studies.prefill_inputs import (
     Text,
     fingerprint,
     load_language_model,
-    read_text,
+    read_texts,
     token_ids,
 )
 from videokv.studies.results import Results, Row, versions, write_json
+
+if TYPE_CHECKING:
+    from videokv.recipes import Recipe
 
 STUDY = "prefill"
 REFERENCE = "bf16"
@@ -51,8 +55,6 @@ DEFAULT_RECIPES = (
     "quarot-2bit+taylor",
     "quarot-2bit+calibrated",
 )
-WHOLE_TEXT = "text"  # the case of figures that belong to the whole text
-
 Progress = Callable[[str, int, int], None]
 
 
@@ -60,12 +62,14 @@ Progress = Callable[[str, int, int], None]
 class PrefillStudy:
     """What to run. bf16 is always run, first: it is the reference.
 
-    tokens: how many are fed, a multiple of ``chunk_tokens``; one more is read, the last target.
+    text: files or names of built-in documents; none: all built-in ones.
+    tokens: how many of each document are fed, a multiple of ``chunk_tokens``; one more is read, the
+    last target.
     """
 
     recipes: tuple[str, ...] = DEFAULT_RECIPES
     model: str = DEFAULT_MODEL
-    text: tuple[Path, ...] = ()
+    text: tuple[str | Path, ...] = ()
     chunk_tokens: int = 512
     tokens: int = 3072
     device: str = "cpu"
@@ -97,14 +101,14 @@ def run_prefill(
         OSError: ``out`` cannot be written.
     """
     check_folder(out)
-    text = read_text(study.text)
+    texts = read_texts(study.text)
     language = load_language_model(study.model, device=torch.device(study.device))
     _check_context(language, study.tokens)
-    ids = token_ids(language, text, count=study.tokens + 1)
+    ids = {text.name: token_ids(language, text, count=study.tokens + 1) for text in texts}
     settings = {
         "study": STUDY,
         "model": language.name,
-        "token_ids": fingerprint(ids),
+        "token_ids": {name: fingerprint(found) for name, found in ids.items()},
         "chunk_tokens": study.chunk_tokens,
         "tokens": study.tokens,
         "device": language.device.type,
@@ -113,19 +117,26 @@ def run_prefill(
     rows: list[Row] = []
     with Journal(out, settings, check=_unit_rows) as journal:
         for name in study.recipes:
-            if name not in journal.done:
-                found = prefill_rows(
-                    language.model, ids, name, chunk_tokens=study.chunk_tokens, progress=progress
-                )
-                journal.append(name, {"rows": [vars(row) for row in found]})
-            rows += _unit_rows(journal.done[name])
+            for document in ids:
+                unit = f"{document}/{name}"
+                if unit not in journal.done:
+                    found = prefill_rows(
+                        language.model,
+                        ids[document],
+                        name,
+                        document=document,
+                        chunk_tokens=study.chunk_tokens,
+                        progress=progress,
+                    )
+                    journal.append(unit, {"rows": [vars(row) for row in found]})
+                rows += _unit_rows(journal.done[unit])
         rows += gap_rows(rows)
         results = Results(
             study=STUDY,
             command=command,
             seed=0,
             device=study.device,
-            versions=_provenance(language, text, settings),
+            versions=_provenance(language, texts, settings),
             rows=tuple(rows),
             protocol="none",
         )
@@ -141,20 +152,22 @@ def _unit_rows(unit: Mapping[str, Any]) -> list[Row]:
 def prefill_rows(
     model: Any,
     ids: Tensor,
-    recipe: str,
+    recipe: str | Recipe,
     *,
+    document: str,
     chunk_tokens: int,
     progress: Progress | None = None,
 ) -> list[Row]:
     """Feed ``ids[:, :-1]`` chunk by chunk under one recipe and measure.
 
-    ids: int64 ``[1, N + 1]``, N a multiple of ``chunk_tokens``.
+    ids: int64 ``[1, N + 1]``, N a multiple of ``chunk_tokens``. document: its name in the rows.
     """
     from videokv.adapters.transformers.models import cache_keyword
     from videokv.transformers import CompressedCache
 
     count = (ids.shape[1] - 1) // chunk_tokens
     keyword = cache_keyword(model)
+    name = recipe if isinstance(recipe, str) else recipe.name
     rows: list[Row] = []
     with CompressedCache(model, recipe, chunk=chunk_tokens, record_mass=True) as cache:
         for number in range(count):
@@ -165,13 +178,17 @@ def prefill_rows(
             nll = negative_log_likelihood(logits, window[:, 1:])
             seconds = time.perf_counter() - began
             if number:
-                rows.append(Row(_case(number), recipe, "nll", nll))
-                rows.append(Row(_case(number), recipe, "seconds_per_chunk", seconds))
+                case = case_name(document, number)
+                rows.append(Row(case, name, "nll", nll))
+                rows.append(Row(case, name, "seconds_per_chunk", seconds))
             if progress is not None:
-                progress(recipe, number + 1, count)
+                progress(f"{document} {name}", number + 1, count)
         cache.commit()
-        rows += mass_rows(recipe, cache.mass().steps)
-        rows += memory_rows(recipe, cache.memory())
+        rows += [
+            Row(case_name(document, number), name, "cached_mass", mass)
+            for number, mass in enumerate(cache.mass().steps, start=1)
+        ]
+        rows += memory_rows(document, name, cache.memory())
     return rows
 
 
@@ -181,18 +198,10 @@ def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
     return float(losses.double().mean())
 
 
-def mass_rows(recipe: str, steps: Sequence[float]) -> list[Row]:
-    """``cached_mass`` of each chunk from the second on, the first that has a past."""
-    return [
-        Row(_case(number), recipe, "cached_mass", mass)
-        for number, mass in enumerate(steps, start=1)
-    ]
-
-
-def memory_rows(recipe: str, memory: Memory) -> list[Row]:
-    """The counted bytes and bits, of the whole text."""
+def memory_rows(document: str, recipe: str, memory: Memory) -> list[Row]:
+    """The counted bytes and bits at the end of a document."""
     names = ("bits_per_element", "held_bytes", "dense_bytes", "ratio")
-    return [Row(WHOLE_TEXT, recipe, name, getattr(memory, name)) for name in names]
+    return [Row(document, recipe, name, getattr(memory, name)) for name in names]
 
 
 def gap_rows(rows: Sequence[Row]) -> list[Row]:
@@ -225,9 +234,14 @@ def gap_rows(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _case(number: int) -> str:
-    """The name of a chunk; the first of the text is 000."""
-    return f"chunk-{number:03d}"
+def case_name(document: str, number: int) -> str:
+    """The name of a chunk; the first of a document is 000."""
+    return f"{document}/chunk-{number:03d}"
+
+
+def chunk_number(case: str) -> int:
+    """The number in ``case_name``."""
+    return int(case.rpartition("chunk-")[2])
 
 
 def _by_recipe(rows: Sequence[Row], metric: str) -> dict[str, dict[str, float]]:
@@ -246,7 +260,9 @@ def _check_context(language: LanguageModel, tokens: int) -> None:
         )
 
 
-def _provenance(language: LanguageModel, text: Text, settings: Mapping[str, Any]) -> dict[str, str]:
+def _provenance(
+    language: LanguageModel, texts: Sequence[Text], settings: Mapping[str, Any]
+) -> dict[str, str]:
     import transformers
 
     return {
@@ -254,6 +270,8 @@ def _provenance(language: LanguageModel, text: Text, settings: Mapping[str, Any]
         "transformers": transformers.__version__,
         "model": language.name,
         "dtype": settings["dtype"],
-        "text": f"{text.source}, the first {settings['tokens']} tokens",
-        "token_ids_sha256": settings["token_ids"],
+        "text": f"the first {settings['tokens']} tokens of "
+        + " and of ".join(text.source for text in texts),
+        "chunk_tokens": str(settings["chunk_tokens"]),
+        "token_ids_sha256": ", ".join(settings["token_ids"].values()),
     }

@@ -25,7 +25,7 @@ from videokv.studies.prefill import (
     Progress,
     run_prefill,
 )
-from videokv.studies.prefill_inputs import DEFAULT_MODEL, DEFAULT_PACKAGE
+from videokv.studies.prefill_inputs import BUILT_IN, DEFAULT_MODEL, DEFAULT_PACKAGE
 from videokv.studies.results import (
     MIN_CASES_FOR_PRINTED_ERROR,
     Results,
@@ -37,12 +37,13 @@ from videokv.studies.results import (
 
 def prefill(
     text: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             "--text",
-            help="UTF-8 text file; repeat it for several, read one after the other. Default: the "
-            "language reference that this Python carries for help(), English technical prose of "
-            "some 100,000 tokens, which differs a little between versions of Python.",
+            help="UTF-8 text file; repeat it for several documents, each read from an empty cache. "
+            "Default: python-reference, the language reference that this Python carries for "
+            "help(), and python-source, code of its standard library; both differ a little "
+            "between versions of Python.",
         ),
     ] = None,
     model: Annotated[
@@ -53,11 +54,15 @@ def prefill(
             "downloaded.",
         ),
     ] = DEFAULT_MODEL,
-    chunk: Annotated[int, typer.Option(help="Tokens of a chunk: one forward, packed together.")] = (
-        512
-    ),
+    chunk: Annotated[
+        str,
+        typer.Option(
+            help="Tokens of a chunk: one forward, packed together. Several with commas: one study "
+            "each, in the folders chunk-N of --out."
+        ),
+    ] = "512",
     tokens: Annotated[
-        int, typer.Option(help="Tokens of the text that are fed; a multiple of --chunk.")
+        int, typer.Option(help="Tokens of each document that are fed; a multiple of --chunk.")
     ] = 3072,
     recipes: Annotated[
         str, typer.Option(help="Recipes to compare, with commas; see 'videokv recipes'.")
@@ -77,28 +82,49 @@ def prefill(
     differences, the share of the gap between rtn-2bit and bf16 that is closed, the attention mass
     on the cache, and counted bits.
     """
-    study = PrefillStudy(
-        recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
-        model=model,
-        text=tuple(text or ()),
-        chunk_tokens=chunk,
-        tokens=tokens,
-        device=str(resolve_device(device)),
-    )
-    with _progress(study) as progress:
-        results = run_prefill(study, out, command=command(), progress=progress)
+    sizes = _chunk_sizes(chunk)
+    studies = {
+        out / f"chunk-{size}" if len(sizes) > 1 else out: PrefillStudy(
+            recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
+            model=model,
+            text=tuple(text or ()),
+            chunk_tokens=size,
+            tokens=tokens,
+            device=str(resolve_device(device)),
+        )
+        for size in sizes
+    }
+    found = []
+    for folder, study in studies.items():
+        with _progress(study) as progress:
+            results = run_prefill(study, folder, command=command(), progress=progress)
+        found.append(results.as_json())
+        if not as_json:
+            print_table(results)
+            Console().print(f"Written: {folder / 'results.json'}", highlight=False)
     if as_json:
-        print(json.dumps(results.as_json(), indent=1, allow_nan=False))
-    else:
-        print_table(results)
-        Console().print(f"Written: {out / 'results.json'}", highlight=False)
+        printed = found[0] if len(found) == 1 else found
+        print(json.dumps(printed, indent=1, allow_nan=False))
+
+
+def _chunk_sizes(listed: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(dict.fromkeys(int(part) for part in listed.split(",")))
+    except ValueError as error:
+        raise ValueError(
+            f"--chunk must be a number of tokens, or several with commas, got {listed!r}"
+        ) from error
+    return sizes
 
 
 def print_table(results: Results) -> None:
     """The summary on the terminal."""
     summary = {(line.recipe, line.metric): line for line in results.summary}
     recipes = list(dict.fromkeys(row.recipe for row in results.rows))
-    title = f"Chunked prefill of {results.versions['model']}"
+    title = (
+        f"Chunked prefill of {results.versions['model']}, "
+        f"{results.versions['chunk_tokens']} tokens a chunk"
+    )
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("recipe", no_wrap=True, min_width=max(map(len, recipes)))
     for column in (
@@ -161,7 +187,8 @@ def _difference(results: Results, name: str, reference: str) -> str:
 @contextmanager
 def _progress(study: PrefillStudy) -> Iterator[Progress]:
     """A bar on a terminal, plain lines elsewhere; both on stderr."""
-    total = len(study.recipes) * (study.tokens // study.chunk_tokens)
+    documents = len(study.text or BUILT_IN)
+    total = len(study.recipes) * documents * (study.tokens // study.chunk_tokens)
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda recipe, done, chunks: console.print(f"{recipe}: chunk {done} of {chunks}")
@@ -170,8 +197,7 @@ def _progress(study: PrefillStudy) -> Iterator[Progress]:
     with Bar(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task("loading", total=total)
 
-        def progress(recipe: str, done: int, chunks: int) -> None:
-            before = study.recipes.index(recipe) * chunks
-            bar.update(task, description=recipe, completed=before + done)
+        def progress(unit: str, done: int, chunks: int) -> None:
+            bar.update(task, description=unit, advance=1)
 
         yield progress

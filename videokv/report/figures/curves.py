@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from videokv.report.figures.files import bare, save_figure
+from videokv.studies.prefill import chunk_number
 from videokv.studies.results import Results
 from videokv.studies.variants import REFERENCE
 
@@ -101,12 +102,16 @@ def save_by_chunk(
 
 
 def nll_by_chunk(results: Results) -> dict[str, list[float]]:
-    """recipe → NLL of each chunk, from a prefill study."""
-    found: dict[str, list[float]] = {}
+    """recipe → NLL of each chunk position, mean over documents, from a prefill study."""
+    found: dict[str, dict[int, list[float]]] = {}
     for row in results.rows:
         if row.metric == "nll":
-            found.setdefault(row.recipe, []).append(row.value)
-    return found
+            chunks = found.setdefault(row.recipe, {})
+            chunks.setdefault(chunk_number(row.case), []).append(row.value)
+    return {
+        name: [float(np.mean(chunks[number])) for number in sorted(chunks)]
+        for name, chunks in found.items()
+    }
 
 
 def psnr_by_chunk(results: Results) -> dict[str, list[float]]:

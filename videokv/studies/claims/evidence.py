@@ -139,7 +139,11 @@ class Evidence:
         """Chunked prefill of the usual language model; Untestable where it is not here."""
         device = "cpu" if self.plan.device == "auto" else self.plan.device
         study = PrefillStudy(
-            recipes=PREFILLED, chunk_tokens=256, tokens=self.plan.prefill_tokens, device=device
+            recipes=PREFILLED,
+            text=("python-reference",),
+            chunk_tokens=256,
+            tokens=self.plan.prefill_tokens,
+            device=device,
         )
         try:
             load_language_model(study.model, device=torch.device(device))
