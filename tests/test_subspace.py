@@ -80,14 +80,32 @@ def test_repair_lowers_what_queries_see(name):
     assert seen(chunk.decode(torch.float32)) < 0.45 * seen(chunk.inner.decode(torch.float32))
 
 
-def test_directions_are_those_of_float64():
-    m = moment(2, 80)
-    values, vectors = np.linalg.eigh(m.double().numpy())
-    found = principal_directions(m, rank=3).double().numpy()
+def test_directions_are_the_eigenvectors_of_well_separated_values():
+    generator = torch.Generator().manual_seed(0)
+    turned = torch.linalg.qr(torch.randn(1, 2, 80, 80, generator=generator)).Q
+    m = turned * (0.7 ** torch.arange(80.0)) @ turned.mT
+    found = principal_directions(m, rank=3).double()
     assert found.shape == (1, 2, 80, 3)
-    overlap = np.abs((found * vectors[..., :-4:-1]).sum(-2))
-    np.testing.assert_allclose(overlap / np.linalg.norm(found, axis=-2), 1, atol=1e-4)
-    assert bool((np.take_along_axis(found, np.abs(found).argmax(-2)[..., None, :], -2) > 0).all())
+    overlap = (found * turned[..., :3].double()).sum(-2).abs() / found.norm(dim=-2)
+    np.testing.assert_allclose(overlap.numpy(), 1, atol=1e-4)
+    assert bool((found.gather(-2, found.abs().argmax(-2, keepdim=True)) > 0).all())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_directions_hold_as_much_as_eigenvectors_do(scale):
+    m = moment(2, 80) * scale
+    best = np.linalg.eigvalsh(m.double().numpy())[..., -8:].sum(-1)
+    found = principal_directions(m, rank=8).double()
+    held = (found.mT @ m.double() @ found).diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert bool((held.numpy() > 0.995 * best).all())
+    same = found.mT @ found - torch.eye(8, dtype=torch.float64)
+    assert float(same.abs().max()) < 5e-3  # rounded to BF16
+
+
+@pytest.mark.parametrize("m", [torch.zeros(1, 1, 64, 64), torch.ones(1, 1, 64, 64)])
+def test_directions_of_degenerate_moments_are_orthonormal(m):
+    found = principal_directions(m, rank=8).double()
+    assert float((found.mT @ found - torch.eye(8, dtype=torch.float64)).abs().max()) < 5e-3
 
 
 def test_cold_start_repairs_nothing():
