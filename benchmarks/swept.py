@@ -1,4 +1,4 @@
-"""Recipes of the sweeps: ``rtn-2bit+taylor*1.5``, ``rtn-2bit@g64+calibrated``, other fits."""
+"""Recipes of the sweeps: options, multipliers on Taylor's terms, other fits."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ class Swept(Recipe):
 
 
 def parse(name: str) -> Recipe:
-    """A recipe by name, or a Taylor sweep's ``name+taylor*factor``; ``@g64`` sets the group."""
-    base, _, rest = name.partition("@g")
-    options = {}
-    if rest:
-        size, plus, ending = rest.partition("+")
-        options, base = {"group_size": int(size)}, base + plus + ending
-    plain_base, plus, ending = base.partition("+")
+    """A recipe by name, with options after ``@`` and, for a Taylor sweep, a factor after ``*``.
+
+    ``rtn-2bit@group_size=64+taylor*1.5``, ``kivi-2bit@recent_chunks=0``.
+    """
+    base, plus, ending = name.partition("+")
+    base, _, told = base.partition("@")
+    ending, _, factor = ending.partition("*")
+    pairs = (pair.split("=") for pair in told.split("@") if pair)
+    options = {key: int(value) for key, value in pairs}
     if ending in FITS:
-        plain = recipe(plain_base + "+taylor", **options)
-        fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(Recipe)}
-        return Swept(**{**fields, "name": name}, fit=ending)
-    base, star, factor = base.partition("*")
-    plain = recipe(base, **options)
-    if not star:
+        plain = recipe(base + "+taylor", **options)
+    else:
+        plain = recipe(base + plus + ending, **options)
+    if ending not in FITS and not factor:
         return dataclasses.replace(plain, name=name)
     fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(Recipe)}
-    return Swept(**{**fields, "name": name}, factor=float(factor))
+    fit = ending if ending in FITS else ""
+    return Swept(**{**fields, "name": name}, factor=float(factor or 1), fit=fit)

@@ -3,7 +3,9 @@
     python benchmarks/worldmodel_recipes.py --clips 32 --chunks 4 --recipes rtn-2bit,... --out FILE
 
 ``rtn-2bit+taylor*1.5`` multiplies Taylor's terms by a fixed number, for the sweep that
-``calibrated`` is held against. Clips beyond the shipped ones are played with ViZDoom.
+``calibrated`` is held against; ``kivi-2bit@recent_chunks=0`` sets an option. Clips beyond the
+shipped ones are played with ViZDoom. bits: of what is packed; 16 / ratio: of everything held,
+dense recent chunks included.
 """
 
 from __future__ import annotations
@@ -83,6 +85,15 @@ def main() -> None:
     )
     began = time.perf_counter()
     settings = {"chunks": options.chunks, "seed": options.seed, "batch": options.batch}
+    about = {
+        "clips": len(clips.frames),
+        "source": clips.source,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "videokv": videokv.__version__,
+        **settings,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     reference, mass, _, seconds = run(model, recipe("bf16"), clips, **settings)
     rows = [{"recipe": "bf16", "mass": mass.tolist(), "seconds": seconds, "bits": 16.0}]
     print(f"{'recipe':36s} first        all          mass     bits   s")
@@ -117,16 +128,7 @@ def main() -> None:
             f"{memory.bits_per_element:.3f}  {seconds:.1f}",
             flush=True,
         )
-    about = {
-        "clips": len(clips.frames),
-        "source": clips.source,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "videokv": videokv.__version__,
-        **settings,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"about": about, "rows": rows}, allow_nan=False))
+        options.out.write_text(json.dumps({"about": about, "rows": rows}, allow_nan=False))
 
 
 if __name__ == "__main__":
