@@ -29,13 +29,14 @@ def install(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
     def run_rollout(model, recipe, *, clips, numbers, chunks, **_):
         calls.append(f"{recipe.name} {numbers[0]}")
         seed = zlib.crc32(f"{recipe.keys} {recipe.values} {recipe.correction}".encode())
-        g = torch.Generator().manual_seed(seed)
         real = clips.frames[list(numbers), 6 : 6 + 3 * chunks].float()
+        noise = [torch.randn(real[0].shape, generator=torch.Generator().manual_seed(seed + n))
+                 for n in numbers]  # fmt: skip
         level = 0.0 if recipe.keys is None and recipe.values is None else 2.0 + seed % 5
-        noisy = (real + level * torch.randn(real.shape, generator=g)).round().clamp(0, 255)
+        noisy = (real + level * torch.stack(noise)).round().clamp(0, 255)
         bits = 16.0 if level == 0 else 2.0 + seed % 3
         figures = seam.CacheFigures(16e5, bits * 1e5, 1e3, bits, 16 / bits)
-        return seam.Rollout(noisy.to(torch.uint8), figures, ((0.3, 0.4),), 0.5)
+        return seam.Rollout(noisy.to(torch.uint8), figures, ((0.3, 0.4),) * len(numbers), 0.5)
 
     rollouts._model.cache_clear()
     rollouts._clips.cache_clear()

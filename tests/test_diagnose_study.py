@@ -1,6 +1,7 @@
 """The recorder on a small world model, and the study's files."""
 
 import json
+import time
 
 import pytest
 import studies_fakes
@@ -102,6 +103,52 @@ def test_the_study_writes_rows_details_and_figures(model, monkeypatch, tmp_path,
         assert {f"{name}.png", f"{name}.svg", f"{name}.json"} <= names
     rollouts._model.cache_clear()
     rollouts._clips.cache_clear()
+
+
+@pytest.fixture
+def small(model, monkeypatch):
+    rollouts._model.cache_clear()
+    rollouts._clips.cache_clear()
+    monkeypatch.setattr(seam, "load_model", lambda device: model)
+    monkeypatch.setattr(seam, "get_clips", lambda count, *, seed: clips(count))
+    yield
+    rollouts._model.cache_clear()
+    rollouts._clips.cache_clear()
+
+
+def small_plan(out, **changes) -> study.DiagnosePlan:
+    names = ("quarot-2bit+taylor", "rtn-2bit-psac8+taylor")
+    settings = {"clips": 3, "chunks": 1, "steps": (0, 2), "device": "cpu", **changes}
+    return study.DiagnosePlan(tuple(variant(name) for name in names), out, **settings)
+
+
+def test_a_batch_gives_the_figures_of_clips_run_alone(small, monkeypatch, tmp_path) -> None:
+    alone = study.run_diagnose(small_plan(tmp_path / "1"))
+    monkeypatch.setitem(study.BATCH_CLIPS, "cpu", 2)
+    batched = study.run_diagnose(small_plan(tmp_path / "2"))
+    assert [(r.case, r.recipe, r.metric) for r in batched.rows] == [
+        (r.case, r.recipe, r.metric) for r in alone.rows
+    ]
+    for ours, theirs in zip(batched.rows, alone.rows, strict=True):
+        # bfloat16 products of another batch size, carried through a rollout
+        assert ours.value == pytest.approx(theirs.value, rel=0.1, abs=0.01), ours
+    maps = [json.loads((tmp_path / n / "diagnostics.json").read_text())["example"]["maps"]
+            for n in "12"]  # fmt: skip
+    assert torch.allclose(*(torch.tensor(m["quarot-2bit+taylor"]) for m in maps), atol=1e-3)
+
+
+def test_nothing_is_begun_after_the_deadline_and_the_plan_goes_on(
+    small, monkeypatch, tmp_path
+) -> None:
+    found = study.run_diagnose(small_plan(tmp_path / "d"), deadline=time.monotonic() - 1)
+    assert not found.rows and not (tmp_path / "d" / "diagnostics.json").exists()
+    seen: list[str] = []
+    asked = iter([False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "is_over", lambda deadline: next(asked))
+        study.run_diagnose(small_plan(tmp_path / "d"), on_unit=lambda key, *_: seen.append(key))
+    assert seen == ["clip-000"]
+    assert len({row.case for row in study.run_diagnose(small_plan(tmp_path / "d")).rows}) == 3
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,38 @@ def test_a_study_resumes_and_takes_more_recipes(calls, tmp_path) -> None:
         run_rollouts(plan(tmp_path, "rtn-2bit", seed=1))
 
 
+def test_batches_give_the_rows_of_single_clips(calls, tmp_path, monkeypatch) -> None:
+    alone = run_rollouts(plan(tmp_path / "1", "rtn-2bit", clips=3))
+    monkeypatch.setitem(rollouts.BATCH_CLIPS, "cpu", 2)
+    calls.clear()
+    batched = run_rollouts(plan(tmp_path / "2", "rtn-2bit", clips=3))
+    assert calls == ["bf16 0", "bf16 2", "rtn-2bit 0", "rtn-2bit 2"]
+    assert [(r.case, r.recipe, r.metric) for r in batched.rows] == [
+        (r.case, r.recipe, r.metric) for r in alone.rows
+    ]
+    journal = tmp_path / "2" / "d" / "rows.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:-2]))  # killed in the middle of a batch
+    calls.clear()
+    assert run_rollouts(plan(tmp_path / "2", "rtn-2bit", clips=3)).rows == batched.rows
+    assert calls == ["rtn-2bit 0", "rtn-2bit 2"]
+    assert len(journal.read_text().splitlines()) == len(lines)
+
+
+def test_a_deadline_leaves_all_recipes_of_fewer_clips(calls, tmp_path, monkeypatch) -> None:
+    asked = iter(range(100))  # before each of two stages, and after every unit
+    with monkeypatch.context() as patch:
+        patch.setattr(rollouts, "is_over", lambda deadline: next(asked) >= 7)
+        found = run_rollouts(plan(tmp_path, "rtn-2bit", "rtn-4bit", clips=4))
+    cases = {name: [r.case for r in found.rows if (r.recipe, r.metric) == (name, "sharpness")]
+             for name in found.recipes}  # fmt: skip
+    assert cases == {"bf16": [f"clip-{n:03d}" for n in range(4)], "rtn-2bit": ["clip-000"],
+                     "rtn-4bit": ["clip-000"]}  # fmt: skip
+    calls.clear()
+    assert len(run_rollouts(plan(tmp_path, "rtn-2bit", "rtn-4bit", clips=4)).rows) > len(found.rows)
+    assert calls[0] == "rtn-2bit 1" and len(calls) == 6
+
+
 def test_chunk_rows(calls, tmp_path) -> None:
     found = run_rollouts(plan(tmp_path, "rtn-2bit", chunk_rows=True)).summary
     assert [s.metric for s in found if "chunk_0" in s.metric] == [

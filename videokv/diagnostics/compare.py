@@ -9,6 +9,7 @@ alone); definitions in full in each field.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,18 @@ class Diagnosis:
     def mass_shift(self) -> Tensor:
         """Held minus exact mass, ``[B, Hq, M]``: positive where cached keys steal attention."""
         return self.held_mass - self.mass
+
+    def of_clip(self, place: int) -> Diagnosis:
+        """The ``place``-th of the batch alone, ``[1, Hq, M]``."""
+        return self._mapped(lambda x: x[place : place + 1])
+
+    def cpu(self) -> Diagnosis:
+        """The same in main memory."""
+        return self._mapped(Tensor.cpu)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Diagnosis:
+        names = [field.name for field in dataclasses.fields(self)]
+        return Diagnosis(**{name: function(getattr(self, name)) for name in names})
 
     def means(self) -> dict[str, float]:
         """Means over batch, heads and queries, by metric name. Relative errors are ratios of

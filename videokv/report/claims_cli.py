@@ -15,13 +15,21 @@ from videokv.report.studies_cli import AsJson, Device, Ray, Seed, Workers, progr
 
 def claims(
     quick: Annotated[
-        bool, typer.Option("--quick", help="2 chunks a clip, few layers: minutes on two cores.")
+        bool, typer.Option("--quick", help="1 chunk a clip, few layers: minutes on two cores.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the runs; resumed.")] = Path(
         "videokv-claims"
     ),
     page: Annotated[
         Path | None, typer.Option(help="Where the page goes. Default: claims.md in the folder.")
+    ] = None,
+    clips: Annotated[
+        int | None,
+        typer.Option(help="Clips; default 8, or 32 in a full run where ViZDoom is installed."),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Begin no clip after that many; what is missing is not judged."),
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -30,16 +38,21 @@ def claims(
     as_json: AsJson = False,
 ) -> None:
     """Which claims of the two papers hold on the shipped world model, with figures and reasons."""
+    import torch
+
+    from videokv.devices import resolve_device
     from videokv.report.claims_page import claims_page
     from videokv.studies.claims import Evidence, EvidencePlan, judge_all
     from videokv.studies.results import versions, write_bytes
 
-    plan = EvidencePlan(out, quick, seed, device, workers, ray)
+    plan = EvidencePlan(out, quick, seed, device, workers, ray, clips, seconds)
     began = time.perf_counter()
     with progress() as on_unit:
         judged = judge_all(Evidence(plan, say=on_unit))
     minutes = (time.perf_counter() - began) / 60
-    text = claims_page(judged, plan, versions=versions())
+    where = resolve_device(device)
+    place = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
+    text = claims_page(judged, plan, versions=versions(), device=place)
     page = out / "claims.md" if page is None else page
     page.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(page, text.encode())

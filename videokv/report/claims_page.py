@@ -15,26 +15,27 @@ VERDICTS = ("holds", "does not hold here", "cannot be tested here")
 
 
 def claims_page(
-    judged: Sequence[Judged], plan: EvidencePlan, *, versions: Mapping[str, str]
+    judged: Sequence[Judged], plan: EvidencePlan, *, versions: Mapping[str, str], device: str
 ) -> str:
-    """The page as Markdown; the same findings give the same text."""
+    """The page as Markdown; the same findings give the same text. device: in words."""
     counts = ", ".join(f"{sum(j.verdict == v for j in judged)} {v}" for v in VERDICTS)
-    quick = " --quick" if plan.quick else ""
+    chunks = "chunk" if plan.chunks == 1 else "chunks"
     lines = [
         "# Which of the papers' claims hold here",
         "",
-        f"Made by `videokv claims{quick} --page docs/claims.md`; do not edit. {counts}.",
+        f"Made by `{plan.command} --page docs/claims.md`; do not edit. {counts}.",
         "",
         f"*Here* is the shipped world model (15.8 M parameters, 8 layers, 3 heads of 128): "
-        f"{plan.clips} clips, {plan.chunks} generated chunks of 324 tokens each, the same noise "
-        f"and actions in every run, seed {plan.seed}; frames against the rollout with the BF16 "
-        "cache (all generated frames). Attention figures are teacher-forced. ± is the standard "
-        "error over clips (over chunks for language models) of paired differences; a relation "
-        "*holds* where the rule in the last column is met. A claim that does not hold here is not "
-        "thereby refuted for the authors' models; the likely reason is given below the table and "
-        "is our reading, not a measurement, unless it names one.",
+        f"{plan.clip_count} clips, {plan.chunks} generated {chunks} of 324 tokens after 2 of real "
+        f"play, the same noise and actions in every run, seed {plan.seed}; frames against the "
+        "rollout with the BF16 cache (all generated frames). Attention figures are teacher-forced. "
+        "± is the standard error over clips (over chunks for language models) of paired "
+        "differences; a relation *holds* where the rule is met. A claim that does not hold here "
+        "is not thereby refuted for the authors' models; the likely reason is given below the "
+        "table and is our reading, not a measurement, unless it names one.",
         "",
-        f"torch {versions['torch']}, Python {versions['python']}, videokv {versions['videokv']}.",
+        f"{device}, torch {versions['torch']}, Python {versions['python']}, videokv "
+        f"{versions['videokv']}.",
         "",
     ]
     for paper, title in TITLES.items():
@@ -53,7 +54,7 @@ def _section(title: str, judged: Sequence[Judged]) -> list[str]:
     ]
     for each in judged:
         figure = "" if each.finding is None else f"{each.finding.text}; n = {each.finding.n}"
-        command = f"`{each.claim.command}`" if each.claim.command else ""
+        command = f"`{each.command}`" if each.command else ""
         cells = (
             each.claim.says, each.claim.where, f"**{each.verdict}**", figure, each.claim.rule,
             command,

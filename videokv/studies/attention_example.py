@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from videokv.diagnostics.scores import Past, blocks
+from videokv.noise import ScoreNoise
+from videokv.protocols import Segment
 from videokv.studies.side_by_side import Tap
 
 BINS = 48  # rows and, for each part, columns of the map
@@ -38,18 +41,23 @@ def attention_map(tap: Tap, *, head: int = 0) -> dict[str, Any]:
 
 
 def _first(past: Past) -> Past:
-    """The first clip of the batch (weights of noise that are shared stay)."""
+    """The first clip of the batch (what the clips share, stays)."""
     held = tuple(
-        type(s)(s.keys[:1], s.values[:1], tuple(type(n)(n.weights[:1], n.query_map, n.exact)
-                                                for n in s.noise))
+        Segment(s.keys[:1], s.values[:1], tuple(_first_noise(term) for term in s.noise))
         for s in past.held
-    )  # fmt: skip
+    )
     return Past(past.keys[:1], past.values[:1], held)
+
+
+def _first_noise(term: ScoreNoise) -> ScoreNoise:
+    basis = term.query_map.basis
+    query_map = replace(term.query_map, basis=None if basis is None else basis[:1])
+    return replace(term, weights=term.weights[:1], query_map=query_map)
 
 
 def _scores(query: Tensor, past: Past, tap: Tap, head: int) -> tuple[Tensor, Tensor]:
     """Exact and held scores ``[M, T]`` of one query head."""
-    current = type(tap.current)(tap.current.keys[:1], tap.current.values[:1])
+    current = Segment(tap.current.keys[:1], tap.current.values[:1])
     heads, per_kv = past.keys.shape[1], query.shape[1] // past.keys.shape[1]
     parts = list(blocks(query, past, current, scale=tap.scale, columns=1 << 20))
 

@@ -1,7 +1,8 @@
 """What each cache does to attention, teacher-forced along the rollout with the BF16 cache.
 
-One dense rollout a clip; every recipe's cache is filled beside it and examined at chosen layers and
-denoising steps (2605.26266 §5.3 and App. K to M; 2609.26425 §3 and Table 5).
+One dense rollout a batch of clips (of one on a CPU); every recipe's cache is filled beside it and
+examined at chosen layers and denoising steps (2605.26266 §5.3 and App. K to M; 2609.26425 §3 and
+Table 5).
 
     out/results.json      one row a clip, recipe and metric
     out/diagnostics.json  by layer and step; each head's figures; query energy; one attention map
@@ -9,7 +10,8 @@ denoising steps (2605.26266 §5.3 and App. K to M; 2609.26425 §3 and Table 5).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +22,20 @@ from torch import Tensor
 
 import videokv
 from videokv.devices import resolve_device
-from videokv.diagnostics import cumulative_energy
+from videokv.diagnostics import Diagnosis, Past, cumulative_energy
 from videokv.outputs import check_folder
 from videokv.studies import attention_example as example
 from videokv.studies import rollout as seam
-from videokv.studies.demo import case_name
+from videokv.studies.demo import batch_name, case_name
 from videokv.studies.journal import Journal
 from videokv.studies.results import Results, versions, write_json
-from videokv.studies.rollouts import OnUnit, _clips, _model, unit_rows
+from videokv.studies.rollouts import OnUnit, _clips, _model, batches_of, is_over, unit_rows
 from videokv.studies.side_by_side import SideBySide, Tap
 from videokv.studies.variants import REFERENCE, Variant, checked
 from videokv.studies.workers import run_units
 
 DEFAULT_STEPS = (0, 3, 7)
+BATCH_CLIPS = {"cpu": 1, "cuda": 16}
 HEAD_METRICS = ("mass_shift", "jsd_nats", "output_mse")
 
 
@@ -68,8 +71,13 @@ class DiagnosePlan:
         object.__setattr__(self, "variants", kept)
 
 
-def run_diagnose(plan: DiagnosePlan, *, on_unit: OnUnit | None = None) -> Results:
-    """Run what is not in the folder yet; write ``results.json`` and ``diagnostics.json``."""
+def run_diagnose(
+    plan: DiagnosePlan, *, on_unit: OnUnit | None = None, deadline: float | None = None
+) -> Results:
+    """Run what is not in the folder yet; write ``results.json`` and ``diagnostics.json``.
+
+    deadline: as for ``run_rollouts``; with no clip done there is no ``diagnostics.json``.
+    """
     device = resolve_device(plan.device)
     check_folder(plan.out)
     seam.get_clips(plan.clips, seed=plan.seed)
@@ -80,6 +88,7 @@ def run_diagnose(plan: DiagnosePlan, *, on_unit: OnUnit | None = None) -> Result
             f"the model has layers 0..{config.blocks - 1} and steps 0..{config.sample_steps - 1}, "
             f"got {layers} and {plan.steps}"
         )
+    size = min(plan.clips, BATCH_CLIPS[device.type])
     fingerprint = {
         "study": "diagnose",
         "clips": plan.clips,
@@ -91,29 +100,55 @@ def run_diagnose(plan: DiagnosePlan, *, on_unit: OnUnit | None = None) -> Result
         "variants": [repr(item) for item in plan.variants],
         "model": seam.model_digest(_model(str(device))),
         "videokv": videokv.__version__,
+        **({"batch": size} if size > 1 else {}),
     }
     with Journal(plan.out, fingerprint, check=_check_unit) as journal:
-        arguments = {
-            case_name(n): (
-                plan.variants, n, plan.clips, plan.chunks, plan.seed, layers, plan.steps,
-                str(device),
-            )
-            for n in range(plan.clips)
-            if case_name(n) not in journal.done
-        }  # fmt: skip
-        units = run_units(diagnose_unit, arguments, workers=plan.workers, ray=plan.ray)
-        for key, payload in units:
-            journal.append(key, payload)
-            if on_unit is not None:
-                on_unit(key, len(journal.done), plan.clips)
-        done = [journal.done[case_name(n)] for n in range(plan.clips)]
+        _run_batches(plan, journal, layers, size, str(device), on_unit, deadline)
+        names = [case_name(n) for n in range(plan.clips)]
+        done = [journal.done[name] for name in names if name in journal.done]
     rows = [row for unit in done for row in unit_rows(unit)]
     results = Results(
         "diagnose", plan.command, plan.seed, str(device), versions(), tuple(rows), protocol="none"
     )
-    write_json(plan.out / "diagnostics.json", _details(done, layers, plan.steps))
+    if done:
+        write_json(plan.out / "diagnostics.json", _details(done, layers, plan.steps))
     write_json(plan.out / "results.json", results.as_json())
     return results
+
+
+def _run_batches(
+    plan: DiagnosePlan,
+    journal: Journal,
+    layers: tuple[int, ...],
+    size: int,
+    device: str,
+    on_unit: OnUnit | None,
+    deadline: float | None,
+) -> None:
+    # A batch of which a clip is missing is run whole: figures depend on who is in a batch.
+    batches = {
+        batch_name(numbers): numbers
+        for numbers in batches_of(plan.clips, size)
+        if any(case_name(number) not in journal.done for number in numbers)
+    }
+    arguments = {
+        key: (
+            plan.variants, numbers, plan.clips, plan.chunks, plan.seed, layers, plan.steps, device,
+        )
+        for key, numbers in batches.items()
+    }  # fmt: skip
+    if is_over(deadline):
+        return
+    units = run_units(diagnose_unit, arguments, workers=plan.workers, ray=plan.ray)
+    with closing(units):
+        for key, payloads in units:
+            for number, payload in zip(batches[key], payloads, strict=True):
+                if case_name(number) not in journal.done:
+                    journal.append(case_name(number), payload)
+                    if on_unit is not None:
+                        on_unit(case_name(number), len(journal.done), plan.clips)
+            if is_over(deadline):
+                return
 
 
 def _check_unit(unit: Mapping[str, Any]) -> None:
@@ -125,66 +160,83 @@ def _check_unit(unit: Mapping[str, Any]) -> None:
 
 def diagnose_unit(
     variants: tuple[Variant, ...],
-    number: int,
+    numbers: tuple[int, ...],
     clips: int,
     chunks: int,
     seed: int,
     layers: tuple[int, ...],
     steps: tuple[int, ...],
     device: str,
-) -> dict[str, Any]:
-    """One clip: the journal's payload."""
+) -> list[dict[str, Any]]:
+    """Some clips in one batch: the journal's payload of each."""
     from videokv.recipes import recipe
     from videokv.worldmodel.sampler import rollout
 
     model, found = _model(device), _clips(clips, seed)
-    window = model.config.window_chunks
+    window, index = model.config.window_chunks, list(numbers)
     dense = recipe(REFERENCE).new_cache(window_chunks=window)
     packed = {item.label: item.recipe().new_cache(window_chunks=window) for item in variants}
-    seen = _Collected(example_layer=layers[len(layers) // 2], wants_example=number == 0)
+    collected = [
+        _Collected(place, example_layer=layers[len(layers) // 2] if number == 0 else None)
+        for place, number in enumerate(numbers)
+    ]
     cache = SideBySide(
-        dense, packed, layers=layers, steps=steps, on_attention=seen.add,
+        dense, packed, layers=layers, steps=steps,
+        on_attention=lambda tap: _share(tap, collected),
         first_token=seam.CONTEXT_FRAMES * model.config.frame_tokens,
     )  # fmt: skip
     rollout(
-        model, found.frames[[number], : seam.CONTEXT_FRAMES], found.actions[[number]], cache,
-        chunks=chunks, seed=seed, clips=[number], autocast=torch.bfloat16,
+        model, found.frames[index, : seam.CONTEXT_FRAMES], found.actions[index], cache,
+        chunks=chunks, seed=seed, clips=index, autocast=torch.bfloat16,
     )  # fmt: skip
-    case = case_name(number)
-    return {
-        "rows": [(case, label, name, v) for label, m in seen.means().items() for name, v in m],
-        "taps": seen.taps,
-        "energy": seen.energy(),
-        "example": seen.example,
-    }
+    return [
+        {
+            "rows": [
+                (case_name(number), label, name, value)
+                for label, means in seen.means().items()
+                for name, value in means
+            ],
+            "taps": seen.taps,
+            "energy": seen.energy(),
+            "example": seen.example,
+        }
+        for number, seen in zip(numbers, collected, strict=True)
+    ]
 
 
 class _Collected:
-    """Figures of all taps of one rollout."""
+    """Figures of all taps of one clip, the batch's ``place``-th.
 
-    def __init__(self, *, example_layer: int, wants_example: bool) -> None:
+    example_layer: whose attention map is kept, None to keep none.
+    """
+
+    def __init__(self, place: int, *, example_layer: int | None) -> None:
         self.taps: list[dict[str, Any]] = []
         self.example: dict[str, Any] | None = None
-        self._example_layer = example_layer if wants_example else None
+        self._place = place
+        self._example_layer = example_layer
         self._moments: dict[int, list[Tensor]] = {}
 
-    def add(self, tap: Tap) -> None:
-        pooled = tap.query.float().flatten(0, 1)  # [B Hq, M, D]: each query head on its own
-        self._moments.setdefault(tap.layer, []).append(pooled.mT @ pooled / pooled.shape[1])
-        for label, found in tap.diagnoses().items():
-            past = tap.pasts[label]
-            means = {**found.means(), **_reconstruction(past)}
-            heads = {
-                name: getattr(found, name).double().mean((0, 2)).tolist() for name in HEAD_METRICS
-            }
-            self.taps.append(
-                {
-                    "recipe": label, "start_token": tap.start_token, "step": tap.step,
-                    "layer": tap.layer, "means": means, "heads": heads,
-                }
-            )  # fmt: skip
-        if tap.layer == self._example_layer:  # the last chunk and step win: most past, least noise
+    def add_query(self, tap: Tap, moments: Tensor) -> None:
+        """moments ``[B, Hq, D, D]``; the last chunk's and step's map is kept: most past, least
+        noise."""
+        self._moments.setdefault(tap.layer, []).append(moments[self._place])
+        if tap.layer == self._example_layer:
             self.example = example.attention_map(tap)
+
+    def add(
+        self, tap: Tap, label: str, found: Diagnosis, errors: Mapping[str, Sequence[float]]
+    ) -> None:
+        """What one cache does to this clip; found: of the whole batch."""
+        mine = found.of_clip(self._place)
+        means = {**mine.means(), **{name: values[self._place] for name, values in errors.items()}}
+        heads = {name: getattr(mine, name).double().mean((0, 2)).tolist() for name in HEAD_METRICS}
+        self.taps.append(
+            {
+                "recipe": label, "start_token": tap.start_token, "step": tap.step,
+                "layer": tap.layer, "means": means, "heads": heads,
+            }
+        )  # fmt: skip
 
     def means(self) -> dict[str, list[tuple[str, float]]]:
         """recipe → (metric, mean over taps). A ratio's mean is that of taps, all alike in size."""
@@ -205,19 +257,31 @@ class _Collected:
         }
 
 
-def _reconstruction(past: Any) -> dict[str, float]:
-    """Squared error of the held keys and values, absolute and over their mean square."""
+def _share(tap: Tap, collected: Sequence[_Collected]) -> None:
+    """One attention of the batch, given to each clip."""
+    query = tap.query.float()
+    moments = query.mT @ query / query.shape[2]  # each query head on its own
+    for clip in collected:
+        clip.add_query(tap, moments)
+    for label, found in tap.diagnoses().items():
+        errors, here = _reconstruction(tap.pasts[label]), found.cpu()
+        for clip in collected:
+            clip.add(tap, label, here, errors)
+
+
+def _reconstruction(past: Past) -> dict[str, list[float]]:
+    """Squared error of the held keys and values, absolute and over their mean square, by clip."""
     figures = {}
     for name, exact, held in (
         ("key", past.keys, [s.keys for s in past.held]),
         ("value", past.values, [s.values for s in past.held]),
     ):
         truth = exact.double()
-        error = float((torch.cat(held, 2).double() - truth).square().mean())
-        figures[f"{name}_mse"] = error
-        power = float(truth.square().mean())
-        if power > 0:
-            figures[f"{name}_mse_relative"] = error / power
+        error = (torch.cat(held, 2).double() - truth).square().mean((1, 2, 3))
+        power = truth.square().mean((1, 2, 3))
+        figures[f"{name}_mse"] = error.tolist()
+        if bool((power > 0).all()):
+            figures[f"{name}_mse_relative"] = (error / power).tolist()
     return figures
 
 

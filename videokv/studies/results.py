@@ -99,6 +99,18 @@ class Results:
         }
 
 
+def read_results(path: Path) -> Results:
+    """What ``results.json`` holds; ValueError where the file is not the results of a study."""
+    try:
+        read = json.loads(path.read_text())
+        return Results(
+            read["study"], read["command"], read["seed"], read["device"], read["versions"],
+            tuple(Row(**row) for row in read["rows"]), read["protocol"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the results of a study: {error!r}") from error
+
+
 def summarize(rows: Iterable[Row]) -> tuple[Summary, ...]:
     """One line per recipe and metric, in the order of first appearance."""
     values: dict[tuple[str, str], list[float]] = {}

@@ -1,7 +1,9 @@
 """Paired rollouts of the shipped world model: any recipes, the same clips, actions and noise.
 
 Studies say which variants to run; this runs them, measures every one against the rollout with the
-BF16 cache, and keeps a journal. A unit is one variant and one clip.
+BF16 cache, and keeps a journal. A unit is one variant and one clip. A GPU rolls many clips at once:
+it waits for launches, not for arithmetic. All variants of one batch come before the next batch, so
+that a run which is cut short has fewer clips of everything.
 
     out/rows.jsonl, out/results.json, out/frames/<label>/<clip>.npz
 """
@@ -9,7 +11,9 @@ BF16 cache, and keeps a journal. A unit is one variant and one clip.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +26,21 @@ from videokv.devices import resolve_device as resolve_device
 from videokv.metrics import flicker, flip, lpips, psnr, sharpness, ssim
 from videokv.outputs import check_folder
 from videokv.studies import rollout as seam
-from videokv.studies.demo import case_name, frames_path, load_frames, save_frames
+from videokv.studies.demo import (
+    batch_name,
+    case_name,
+    frames_path,
+    load_frames,
+    save_frames,
+)
 from videokv.studies.journal import Journal
 from videokv.studies.results import Results, Row, versions, write_json
 from videokv.studies.variants import REFERENCE, Variant, checked
 from videokv.studies.workers import run_units
 
 OnUnit = Callable[[str, int, int], None]
+Batch = tuple[Variant, tuple[int, ...]]
+BATCH_CLIPS = {"cpu": 1, "cuda": 32}
 PERCEPTUAL: dict[str, Callable[[Any, Any], float]] = {
     "lpips_alex": lambda x, y: lpips(x, y, net="alex"),
     "lpips_vgg": lambda x, y: lpips(x, y, net="vgg"),
@@ -78,10 +90,14 @@ class RolloutPlan:
         object.__setattr__(self, "variants", checked(self.variants))
 
 
-def run_rollouts(plan: RolloutPlan, *, on_unit: OnUnit | None = None) -> Results:
+def run_rollouts(
+    plan: RolloutPlan, *, on_unit: OnUnit | None = None, deadline: float | None = None
+) -> Results:
     """Run what is not in the folder yet and write ``results.json``.
 
     on_unit: called with (label and clip, units done, units) after each.
+    deadline: of ``time.monotonic``; nothing is begun after it, what is under way is dropped, and
+        the results are those of the units that are done. The same plan goes on from there.
 
     Raises:
         ValueError: another study's folder, a device that is not here, too many clips.
@@ -93,26 +109,56 @@ def run_rollouts(plan: RolloutPlan, *, on_unit: OnUnit | None = None) -> Results
     probe = np.zeros((1, 64, 64, 3), np.uint8)
     for name in plan.also:
         PERCEPTUAL[name](probe, probe)  # so does a metric that is not available
-    with Journal(plan.out, _fingerprint(plan, device), check=unit_rows) as journal:
-        for stage in _stages(plan):
-            waiting = {key: unit for key, unit in stage.items() if key not in journal.done}
-            arguments = {
-                key: (item, number, plan.clips, plan.chunks, plan.seed, plan.window, str(device))
-                for key, (item, number) in waiting.items()
-            }
-            done = run_units(roll_unit, arguments, workers=plan.workers, ray=plan.ray)
-            for key, rolled in done:
-                journal.append(key, _measured(plan, *stage[key], rolled))
-                if on_unit is not None:
-                    on_unit(key, len(journal.done), len(plan.variants) * plan.clips)
+    size = min(plan.clips, BATCH_CLIPS[device.type])
+    with Journal(plan.out, _fingerprint(plan, device, batch=size), check=unit_rows) as journal:
+        for stage in _stages(plan, size):
+            _run_stage(plan, stage, journal, device, on_unit, deadline)
         rows = [
-            row for stage in _stages(plan) for key in stage for row in unit_rows(journal.done[key])
+            row
+            for item in plan.variants
+            for number in range(plan.clips)
+            for row in unit_rows(journal.done.get(_key(item, number), {"rows": ()}))
         ]
     results = Results(
         plan.study, plan.command, plan.seed, str(device), versions(), tuple(rows), protocol="all"
     )
     write_json(plan.out / "results.json", results.as_json())
     return results
+
+
+def _run_stage(
+    plan: RolloutPlan,
+    stage: Mapping[str, Batch],
+    journal: Journal,
+    device: torch.device,
+    on_unit: OnUnit | None,
+    deadline: float | None,
+) -> None:
+    # A batch of which a unit is missing is run whole: figures depend on who is in a batch.
+    arguments = {
+        key: (item, numbers, plan.clips, plan.chunks, plan.seed, plan.window, str(device))
+        for key, (item, numbers) in stage.items()
+        if any(_key(item, number) not in journal.done for number in numbers)
+    }
+    if is_over(deadline):
+        return
+    rolled_batches = run_units(roll_unit, arguments, workers=plan.workers, ray=plan.ray)
+    with closing(rolled_batches):
+        for key, rolled in rolled_batches:
+            item, numbers = stage[key]
+            for place, number in enumerate(numbers):
+                if _key(item, number) not in journal.done:
+                    journal.append(_key(item, number), _measured(plan, item, place, number, rolled))
+                    if on_unit is not None:
+                        total = len(plan.variants) * plan.clips
+                        on_unit(_key(item, number), len(journal.done), total)
+            if is_over(deadline):
+                return
+
+
+def is_over(deadline: float | None) -> bool:
+    """Whether a time of ``time.monotonic`` is over; None never is."""
+    return deadline is not None and time.monotonic() >= deadline
 
 
 def unit_rows(unit: Mapping[str, Any]) -> list[Row]:
@@ -122,17 +168,17 @@ def unit_rows(unit: Mapping[str, Any]) -> list[Row]:
 
 def roll_unit(
     item: Variant,
-    number: int,
+    numbers: tuple[int, ...],
     clips: int,
     chunks: int,
     seed: int,
     window: int | None,
     device: str,
 ) -> seam.Rollout:
-    """One clip under one variant; runs in this process or in another."""
+    """Some clips under one variant; runs in this process or in another."""
     found = _clips(clips, seed)
     return seam.run_rollout(
-        _model(device), item.recipe(), clips=found, numbers=[number], chunks=chunks, seed=seed,
+        _model(device), item.recipe(), clips=found, numbers=numbers, chunks=chunks, seed=seed,
         window_chunks=window, on_chunk=lambda: None,
     )  # fmt: skip
 
@@ -154,18 +200,27 @@ def with_rows(results: Results, rows: list[Row], out: Path) -> Results:
     return fuller
 
 
-def _stages(plan: RolloutPlan) -> list[dict[str, tuple[Variant, int]]]:
-    """The reference's units, which the others are measured against, then theirs."""
-    units = {
-        f"{item.label} | {case_name(n)}": (item, n)
+def _stages(plan: RolloutPlan, size: int) -> list[dict[str, Batch]]:
+    """The reference's batches, which the others are measured against, then theirs."""
+    batches = {
+        f"{item.label} | {batch_name(numbers)}": (item, numbers)
+        for numbers in batches_of(plan.clips, size)
         for item in plan.variants
-        for n in range(plan.clips)
     }
-    first = {key: unit for key, unit in units.items() if unit[0].label == REFERENCE}
-    return [first, {key: unit for key, unit in units.items() if key not in first}]
+    first = {key: unit for key, unit in batches.items() if unit[0].label == REFERENCE}
+    return [first, {key: unit for key, unit in batches.items() if key not in first}]
 
 
-def _fingerprint(plan: RolloutPlan, device: torch.device) -> dict[str, Any]:
+def batches_of(clips: int, size: int) -> list[tuple[int, ...]]:
+    """The numbers of all clips, ``size`` at a time."""
+    return [tuple(range(n, min(n + size, clips))) for n in range(0, clips, size)]
+
+
+def _key(item: Variant, number: int) -> str:
+    return f"{item.label} | {case_name(number)}"
+
+
+def _fingerprint(plan: RolloutPlan, device: torch.device, *, batch: int) -> dict[str, Any]:
     """Variants are left out: more of them may be run in the same folder later."""
     return {
         "study": plan.study,
@@ -176,18 +231,20 @@ def _fingerprint(plan: RolloutPlan, device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "chunk_rows": plan.chunk_rows,
         **({"also": list(plan.also)} if plan.also else {}),
+        **({"batch": batch} if batch > 1 else {}),
         "model": seam.model_digest(_model(str(device))),
         "videokv": videokv.__version__,
     }
 
 
 def _measured(
-    plan: RolloutPlan, item: Variant, number: int, rolled: seam.Rollout
+    plan: RolloutPlan, item: Variant, place: int, number: int, rolled: seam.Rollout
 ) -> Mapping[str, Any]:
-    case, frames = case_name(number), rolled.frames[0].numpy()
+    """The journal's payload of clip ``number``, which is the batch's ``place``-th."""
+    case, frames = case_name(number), rolled.frames[place].numpy()
     save_frames(frames_path(plan.out, item.path_name, case), frames)
     figures: dict[str, float] = {
-        "cached_mass": float(np.mean(rolled.mass_by_layer[0])),
+        "cached_mass": float(np.mean(rolled.mass_by_layer[place])),
         "sharpness": sharpness(frames),
         "bits_per_element": rolled.cache.bits_per_element,
         "held_bytes": rolled.cache.held_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -25,8 +25,10 @@ def run_units(
     *,
     workers: int = 1,
     ray: str | None = None,
-) -> Iterator[tuple[str, Any]]:
+) -> Generator[tuple[str, Any], None, None]:
     """(key, ``function(*arguments[key])``) in the order in which units finish.
+
+    Closed early, it begins no further unit and drops those under way.
 
     workers: processes, 1 runs in this one. ray: address of a cluster ("auto", "local" or
     "ray://host:port"), which then decides how many run at once.
@@ -36,6 +38,8 @@ def run_units(
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
+    if not arguments:
+        return
     if ray is not None:
         yield from _through_ray(function, arguments, ray)
     elif workers == 1 or len(arguments) < 2:

@@ -12,27 +12,19 @@ from videokv.report.figures.curves import nll_by_chunk, psnr_by_chunk, save_by_c
 from videokv.report.figures.frames import save_difference_video, save_frames_side_by_side
 from videokv.report.figures.sets import save_diagnostics, save_memory, save_tradeoff
 from videokv.studies.demo import GAME, load_frames
-from videokv.studies.results import Results, Row
+from videokv.studies.results import Results, read_results
 from videokv.studies.variants import REFERENCE
 
 SHOWN_FRAMES = 6
 SHOWN_CLIPS = 8
 
 
-def read_results(folder: Path) -> Results:
+def read_folder(folder: Path) -> Results:
     """results.json of a folder; ValueError where it is missing or is not one."""
     path = folder / "results.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no results.json; run a study into it first")
-    try:
-        read = json.loads(path.read_text())
-        rows = tuple(Row(**row) for row in read["rows"])
-        return Results(
-            read["study"], read["command"], read["seed"], read["device"], read["versions"], rows,
-            read["protocol"],
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the results of a study: {error!r}") from error
+    return read_results(path)
 
 
 def save_figures(folder: Path, *, clip: str = "clip-000") -> list[Path]:
@@ -40,7 +32,7 @@ def save_figures(folder: Path, *, clip: str = "clip-000") -> list[Path]:
 
     Raises ValueError where nothing can: no results, no data of a figure, no frames of ``clip``.
     """
-    results, out = read_results(folder), folder / "figures"
+    results, out = read_folder(folder), folder / "figures"
     if results.study == "diagnose":
         return save_diagnostics(json.loads((folder / "diagnostics.json").read_text()), out)
     if results.study == "memory":

@@ -42,7 +42,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """says: the claim in our words. where: in the paper. command: what measures it here.
+    """says: the claim in our words. where: in the paper. command: what measures it here, with
+    ``{rolled}``, ``{diagnosed}`` and ``{prefilled}`` for the size of the run.
 
     rule: when it counts as holding. otherwise: the likely reason where it does not. judge: None
     for a claim that cannot be tested here, ``otherwise`` then says why.

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from videokv.studies.claims.claim import Untestable
 from videokv.studies.diagnose import DiagnosePlan, run_diagnose
 from videokv.studies.prefill import PrefillStudy, run_prefill
-from videokv.studies.prefill_inputs import load_language_model
-from videokv.studies.results import Results, paired_difference
-from videokv.studies.rollouts import RolloutPlan, run_rollouts
+from videokv.studies.prefill_inputs import default_model_path
+from videokv.studies.results import Results, paired_difference, read_results
+from videokv.studies.rollouts import RolloutPlan, is_over, run_rollouts
 from videokv.studies.variants import Variant, variant
+from videokv.studies.workers import one_thread
 
+SHIPPED_CLIPS, FULL_CLIPS = 8, 32
+OUT_OF_TIME = "where --seconds ended the run, the same command goes on with it"
 Say = Callable[[str, int, int], None]
 
 NEITHER, QSAC, PSAC, BOTH = "neither QSAC nor PSAC", "QSAC alone", "PSAC alone", "quantwm-2bit"
@@ -67,7 +71,11 @@ PREFILLED = ("bf16", "rtn-2bit", "rtn-2bit+taylor")
 
 @dataclass(frozen=True)
 class EvidencePlan:
-    """quick: 8 shipped clips, 2 chunks, few layers and steps; else 4 chunks and all of them."""
+    """quick: 8 clips, 1 chunk, few layers and steps, short text; else 4 chunks and all of them.
+
+    clips: None takes the 8 that are shipped, and 32 in a full run where ViZDoom can play the
+    others. seconds: no clip is begun after them; None: as long as it takes.
+    """
 
     out: Path
     quick: bool = False
@@ -75,11 +83,33 @@ class EvidencePlan:
     device: str = "auto"
     workers: int = 1
     ray: str | None = None
-    clips: int = 8
+    clips: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clips is not None and self.clips < 2:
+            raise ValueError(f"clips must be at least 2, for a standard error, got {self.clips}")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+
+    @property
+    def command(self) -> str:
+        """What makes the same evidence again, whatever the folder and the machine."""
+        parts = ["videokv claims"]
+        parts += ["--quick"] if self.quick else []
+        parts += [] if self.clips is None else [f"--clips {self.clips}"]
+        parts += [f"--seed {self.seed}"] if self.seed else []
+        return " ".join(parts)
+
+    @property
+    def clip_count(self) -> int:
+        if self.clips is not None:
+            return self.clips
+        return SHIPPED_CLIPS if self.quick or find_spec("vizdoom") is None else FULL_CLIPS
 
     @property
     def chunks(self) -> int:
-        return 2 if self.quick else 4
+        return 1 if self.quick else 4
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -90,27 +120,47 @@ class EvidencePlan:
         return (0, 7) if self.quick else (0, 3, 7)
 
     @property
+    def size_options(self) -> dict[str, str]:
+        """What ``{rolled}``, ``{diagnosed}`` and ``{prefilled}`` in a claim's command stand for."""
+        rolled = f"--clips {self.clip_count} --chunks {self.chunks}"
+        some = [] if self.layers is None else [f"--layers {','.join(map(str, self.layers))}"]
+        return {
+            "rolled": rolled,
+            "diagnosed": " ".join([rolled, *some, f"--steps {','.join(map(str, self.steps))}"]),
+            "prefilled": f"--tokens {self.prefill_tokens}",
+        }
+
+    @property
     def prefill_tokens(self) -> int:
-        return 2304 if self.quick else 4608
+        return 1536 if self.quick else 4608
 
 
 class Evidence:
-    """Runs made when first asked for. say: called with (what, units done, units)."""
+    """Runs made when first asked for. say: called with (what, units done, units).
+
+    Attributes:
+        deadline: of ``time.monotonic``, from ``plan.seconds`` and the moment of construction.
+    """
 
     def __init__(self, plan: EvidencePlan, *, say: Say) -> None:
         self.plan = plan
+        self.deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
         self._say = say
 
     @functools.cached_property
     def rollouts(self) -> Results:
-        """All of ``ROLLED`` against bf16."""
+        """All of ``ROLLED`` against bf16, after the shorter runs: a budget that ends early costs
+        clips of the rollouts, not whole kinds of evidence."""
         plan = self.plan
+        _ = self.diagnosis
+        with suppress(Untestable):
+            _ = self.prefill
         return run_rollouts(
             RolloutPlan(
-                "claims rollouts", ROLLED, plan.out / "rollouts", _command(plan), plan.clips,
+                "claims rollouts", ROLLED, plan.out / "rollouts", plan.command, plan.clip_count,
                 plan.chunks, plan.seed, plan.device, workers=plan.workers, ray=plan.ray,
             ),
-            on_unit=self._say,
+            on_unit=self._say, deadline=self.deadline,
         )  # fmt: skip
 
     @functools.cached_property
@@ -119,24 +169,33 @@ class Evidence:
         plan = self.plan
         return run_diagnose(
             DiagnosePlan(
-                DIAGNOSED, plan.out / "diagnosis", _command(plan), plan.clips, plan.chunks,
+                DIAGNOSED, plan.out / "diagnosis", plan.command, plan.clip_count, plan.chunks,
                 plan.seed, plan.device, plan.layers, plan.steps, plan.workers, plan.ray,
             ),
-            on_unit=self._say,
+            on_unit=self._say, deadline=self.deadline,
         )  # fmt: skip
 
     @functools.cached_property
     def details(self) -> dict[str, Any]:
         """``diagnostics.json`` of the diagnosis."""
-        _ = self.diagnosis
-        found: dict[str, Any] = json.loads(
-            (self.plan.out / "diagnosis" / "diagnostics.json").read_text()
-        )
+        path = self.plan.out / "diagnosis" / "diagnostics.json"
+        if not self.diagnosis.rows:
+            raise Untestable(OUT_OF_TIME)
+        found: dict[str, Any] = json.loads(path.read_text())
         return found
 
     @functools.cached_property
     def prefill(self) -> Results:
-        """Chunked prefill of the usual language model; Untestable where it is not here."""
+        """Chunked prefill of the usual language model; Untestable where it is not here.
+
+        A finished run in the folder serves too, also where the model is not: it may come from
+        another machine.
+        """
+        finished = self.plan.out / "prefill" / "results.json"
+        if finished.is_file():
+            return read_results(finished)
+        if is_over(self.deadline):
+            raise Untestable(OUT_OF_TIME)
         device = "cpu" if self.plan.device == "auto" else self.plan.device
         study = PrefillStudy(
             recipes=PREFILLED,
@@ -146,12 +205,25 @@ class Evidence:
             device=device,
         )
         try:
-            load_language_model(study.model, device=torch.device(device))
+            default_model_path()
+            # Two busy cores make two threads slower than one; many cores do not.
+            if self.plan.quick:
+                return one_thread(self._run_prefill, study)
+            return self._run_prefill(study)
+        except Untestable:
+            raise
         except (ImportError, ValueError) as error:
             raise Untestable(f"no language model here: {error}") from error
+
+    def _run_prefill(self, study: PrefillStudy) -> Results:
         return run_prefill(
-            study, self.plan.out / "prefill", command=_command(self.plan), progress=self._say
+            study, self.plan.out / "prefill", command=self.plan.command, progress=self._say_in_time
         )
+
+    def _say_in_time(self, key: str, done: int, total: int) -> None:
+        if is_over(self.deadline):
+            raise Untestable(OUT_OF_TIME)
+        self._say(key, done, total)
 
     def rolled(self, metric: str, recipe: str, minus: str) -> tuple[float, ...]:
         """``metric`` of one variant minus that of another, clip by clip."""
@@ -167,19 +239,18 @@ class Evidence:
 def _column(results: Results, metric: str, recipe: str) -> tuple[float, ...]:
     found = tuple(r.value for r in results.rows if (r.recipe, r.metric) == (recipe, metric))
     if not found:
-        raise ValueError(f"{results.study} has no {metric} of {recipe!r}")
+        raise Untestable(f"{results.study} has no {metric} of {recipe!r} ({OUT_OF_TIME})")
     return found
 
 
 def _paired(results: Results, metric: str, recipe: str, minus: str) -> tuple[float, ...]:
     found = paired_difference(results.rows, metric=metric, recipe=recipe, reference=minus)
-    if not found:
-        raise ValueError(f"{results.study} has no {metric} of both {recipe!r} and {minus!r}")
+    if len(found) < 2:
+        raise Untestable(
+            f"{results.study} has {metric} of both {recipe!r} and {minus!r} for {len(found)} clips "
+            f"({OUT_OF_TIME})"
+        )
     return found
-
-
-def _command(plan: EvidencePlan) -> str:
-    return "videokv claims" + (" --quick" if plan.quick else "")
 
 
 def column(results: Results, metric: str, recipe: str) -> Sequence[float]:

@@ -15,8 +15,8 @@ from videokv.studies.claims.evidence import (
     column,
 )
 
-DIAGNOSE = "videokv diagnose --recipes {} --clips 8 --chunks 2"
-COMPARE = "videokv compare --recipes {} --clips 8 --chunks 2"
+DIAGNOSE = "videokv diagnose --recipes {} {{diagnosed}}"
+COMPARE = "videokv compare --recipes {} {{rolled}}"
 CLEAR_ABOVE, CLEAR_BELOW = "above 0 by two standard errors", "below 0 by two standard errors"
 PER_CENT = 100.0
 
@@ -221,7 +221,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "half-the-bits", PAPER, "§5.3, Fig. 5",
         "2.19 bits with the correction outperform 4.38 bits without it.",
-        "videokv tradeoff --bits 2,4 --groups 64,128 --clips 8 --chunks 2", CLEAR_ABOVE,
+        "videokv tradeoff --bits 2,4 --groups 64,128 {rolled}", CLEAR_ABOVE,
         "4 bits are nearly exact on this model; the paper's rollouts are long and chaotic, where "
         "PSNR saturates", _half_the_bits,
     ),
@@ -251,12 +251,13 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "llm-degrades", PAPER, "App. O", "Plain INT2 raises the NLL of chunked LLM prefill.",
-        "videokv prefill --chunk 256 --recipes bf16,rtn-2bit", CLEAR_ABOVE,
+        "videokv prefill --chunk 256 {prefilled} --recipes bf16,rtn-2bit", CLEAR_ABOVE,
         "the text is short", _language_degrades,
     ),
     Claim(
         "llm-recovers", PAPER, "App. O", "The Taylor correction lowers that NLL.",
-        "videokv prefill --chunk 256 --recipes bf16,rtn-2bit,rtn-2bit+taylor", CLEAR_BELOW,
+        "videokv prefill --chunk 256 {prefilled} --recipes bf16,rtn-2bit,rtn-2bit+taylor",
+        CLEAR_BELOW,
         "over-correction on unrotated keys", _language_recovers,
     ),
     Claim(

@@ -9,8 +9,8 @@ from videokv.studies.claims.claim import Claim, Finding, above, below, within
 from videokv.studies.claims.evidence import BOTH, KIVI, NEITHER, PSAC, QSAC, Evidence
 from videokv.studies.claims.jensen import CLEAR_ABOVE, CLEAR_BELOW, COMPARE, DIAGNOSE, PER_CENT
 
-KVSPLIT = "videokv kvsplit --recipes qvg-2bit --clips 8 --chunks 2"
-ABLATE = "videokv ablate --parts {} --clips 8 --chunks 2"
+KVSPLIT = "videokv kvsplit --recipes qvg-2bit {rolled}"
+ABLATE = "videokv ablate --parts {} {{rolled}}"
 LONGCAT_TOKENS, HEAD_DIM, LONGCAT_RATIO = 29640, 128, 21.709 / 3.625
 
 

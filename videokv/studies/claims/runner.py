@@ -16,12 +16,13 @@ CLAIMS: tuple[Claim, ...] = (*jensen.CLAIMS, *quantwm.CLAIMS)
 @dataclass(frozen=True)
 class Judged:
     """finding: None where it could not be tested; why: the likely reason of a failure, or why it
-    could not be tested, else ''."""
+    could not be tested, else ''. command: the claim's, at the size that was run."""
 
     claim: Claim
     verdict: Verdict
     finding: Finding | None
     why: str
+    command: str
 
     def as_json(self) -> dict[str, object]:
         found = self.finding
@@ -33,7 +34,7 @@ class Judged:
             }  # fmt: skip
         return {
             "claim": self.claim.key, "paper": self.claim.paper, "where": self.claim.where,
-            "says": self.claim.says, "command": self.claim.command, "rule": self.claim.rule,
+            "says": self.claim.says, "command": self.command, "rule": self.claim.rule,
             "verdict": self.verdict, "why": self.why, **figures,
         }  # fmt: skip
 
@@ -57,18 +58,23 @@ def judge_all(
 
 def judge(claim: Claim, evidence: Evidence) -> Judged:
     """One claim."""
+    verdict, finding, why = _verdict(claim, evidence)
+    return Judged(claim, verdict, finding, why, claim.command.format(**evidence.plan.size_options))
+
+
+def _verdict(claim: Claim, evidence: Evidence) -> tuple[Verdict, Finding | None, str]:
     if claim.judge is None:
-        return Judged(claim, "cannot be tested here", None, claim.otherwise)
+        return "cannot be tested here", None, claim.otherwise
     try:
         finding = claim.judge(evidence)
     except Untestable as reason:
-        return Judged(claim, "cannot be tested here", None, str(reason))
+        return "cannot be tested here", None, str(reason)
     if finding.holds:
-        return Judged(claim, "holds", finding, "")
+        return "holds", finding, ""
     why = claim.otherwise
     if finding.unclear:
         why = (
             f"not decided by n = {finding.n}: the figure is within two standard errors of its "
             "bound, so more clips may show it either way"
         )
-    return Judged(claim, "does not hold here", finding, why)
+    return "does not hold here", finding, why
