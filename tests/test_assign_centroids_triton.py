@@ -85,3 +85,12 @@ def test_the_package_uses_the_kernels_where_they_agree(monkeypatch):
     with pytest.warns(UserWarning, match="k-means runs in PyTorch steps: self-check failed"):
         again = cluster(x, start, iterations=2)
     assert torch.equal(again[0], want[0])
+
+
+@pytest.mark.parametrize("size", [64, 80])
+def test_the_self_checks_pass_on_a_corner_of_many_rows_and_heads(monkeypatch, size):
+    x, table = draw(3, 5, 90, size), draw(3, 5, 9, size, seed=1)
+    assert package._self_check(x) is None
+    monkeypatch.setattr(gpu, "_verdicts", {})
+    weights = draw(3, 1, size, seed=2).abs().expand(-1, 5, -1)
+    assert choice.refusal(x, table, weights, group_size=16, candidates=4) is None

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from videokv.kernels.attend_packed import PackedCall, reference
+from videokv.kernels.attend_packed import PackedCall, _self_check, reference
 from videokv.protocols import EncodeContext
 from videokv.quantizers.centroid_residual import CentroidResidual, Clustering
 from videokv.quantizers.groupwise import Groupwise
@@ -33,16 +33,21 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_call(name, *, dtype=torch.float32, heads=(4, 2), queries=3, tokens=150, columns=2):
+def make_call(
+    name, *, dtype=torch.float32, heads=(4, 2), queries=3, tokens=150, columns=2,
+    batch=2,
+):  # fmt: skip
     key_quantizer, value_quantizer, size = SIDES[name]
     chunks = []
     for role, quantizer, seed in (("key", key_quantizer, 1), ("value", value_quantizer, 2)):
-        x = draw(2, heads[1], tokens, size, seed=seed)
+        x = draw(batch, heads[1], tokens, size, seed=seed)
         chunk = quantizer.encode(x, EncodeContext(0, role))
         chunks.append(map_tensors(chunk.parts(), lambda t: t.to(DEVICE)))
-    columns_q = -draw(2, heads[0], queries, columns, seed=4).abs().to(DEVICE) if columns else None
-    columns_k = draw(2, heads[1], tokens, columns, seed=5).abs().to(DEVICE) if columns else None
-    query = draw(2, heads[0], queries, size, seed=3).to(DEVICE, dtype)
+    columns_q = (
+        -draw(batch, heads[0], queries, columns, seed=4).abs().to(DEVICE) if columns else None
+    )
+    columns_k = draw(batch, heads[1], tokens, columns, seed=5).abs().to(DEVICE) if columns else None
+    query = draw(batch, heads[0], queries, size, seed=3).to(DEVICE, dtype)
     return PackedCall(query, *chunks, size**-0.5, columns_q, columns_k)
 
 
@@ -72,6 +77,13 @@ def test_half_precision():
     got, lse = kernel.attend_packed(call)
     want, want_lse = reference.attend_packed(call)
     assert off(got, want) < 3e-3 and off(lse, want_lse) < 3e-3
+
+
+@pytest.mark.parametrize("columns", [0, 2, 16])
+@pytest.mark.parametrize("name", SIDES)
+def test_the_self_check_passes_on_a_corner_of_many_rows_and_heads(name, columns):
+    call = make_call(name, batch=3, heads=(10, 5), tokens=70, columns=columns)
+    assert _self_check(call) is None
 
 
 def test_calls_that_make_no_sense_are_refused():

@@ -10,7 +10,7 @@ from videokv.attention import attend as attend_segments
 from videokv.attention import load_backend
 from videokv.attention.adjacent import joined
 from videokv.kernels import gpu
-from videokv.kernels.attend import Call, Rows, reference, to_e4m3
+from videokv.kernels.attend import Call, Rows, _self_check, reference, to_e4m3
 from videokv.kernels.attend.tiles import Tile, choose_tile
 from videokv.noise import QueryMap
 from videokv.protocols import Segment
@@ -254,3 +254,29 @@ def _moved(part):
         )
         terms.append(type(term)(term.weights.to(DEVICE), query_map, term.exact))
     return Segment(part.keys.to(DEVICE), part.values.to(DEVICE), tuple(terms))
+
+
+@pytest.mark.parametrize("columns", [0, 2, 16])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_the_self_check_passes_on_a_corner_of_many_rows_and_heads(layout, columns):
+    call = make_call(batch=3, heads=(10, 5), rows=20, past=40, current=20, columns=columns)
+    if columns and layout == "columns":  # as a transposed product leaves them
+        turned = {
+            name: getattr(call, name).mT.contiguous().mT for name in ("extra_query", "extra_keys")
+        }
+        call = dataclasses.replace(call, **turned)
+    assert _self_check(call) is None
+
+
+def test_scales_of_e4m3_rows_may_be_views():
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs E4M3 products")
+    call = make_call(torch.float16, batch=1, heads=(2, 2), rows=16, past=20, current=0, columns=0)
+    (keys, key_scale), (values, value_scale) = to_e4m3(call.past.keys), to_e4m3(call.past.values)
+    views = [torch.stack([s, s * 0], -1)[..., 0] for s in (key_scale, value_scale)]
+    assert not views[0].is_contiguous()
+    got = [
+        kernel.attend(dataclasses.replace(call, past=Rows(keys, values, *scales)), tile=SMALL)
+        for scales in ((key_scale, value_scale), views)
+    ]
+    assert torch.equal(got[0][0], got[1][0]) and torch.equal(got[0][1], got[1][1])

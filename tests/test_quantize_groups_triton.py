@@ -6,7 +6,7 @@ import torch
 from videokv.kernels import gpu
 from videokv.kernels.assign_centroids import Clusters
 from videokv.kernels.pack_codes import pack, unpack
-from videokv.kernels.quantize_groups import quantize_packed, reference
+from videokv.kernels.quantize_groups import _self_check, quantize_packed, reference
 from videokv.rotation import Rotation
 from videokv.tensors import E4M3, GroupFormat
 
@@ -166,3 +166,19 @@ def test_e4m3_and_bf16_round_as_pytorch_does():
     assert torch.equal(codes.cpu(), want.view(torch.uint8))
     assert torch.equal(values.cpu(), want.float().abs())
     assert torch.equal(halves.cpu(), x.cpu().bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", ["plain", "centroids", "rotation"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_self_check_passes_on_a_corner_of_many_rows_and_heads(name, kind):
+    format, size = FORMATS[name]
+    if kind == "rotation" and (format.axis == "channel" or size & (size - 1)):
+        pytest.skip("the kernel refuses it")
+    x = draw(3, 5, 33, size, dtype=F16)
+    clusters = rotation = None
+    if kind == "centroids":
+        ids = torch.arange(3 * 5 * 33).reshape(3, 5, 33).remainder(7).to(torch.uint8).to(DEVICE)
+        clusters = Clusters(ids, draw(3, 5, 7, size, seed=1).bfloat16())
+    if kind == "rotation":
+        rotation = Rotation(size, seed=3)
+    assert _self_check(x, format, rotation, clusters, format.symmetric) is None

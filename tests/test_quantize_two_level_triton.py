@@ -68,3 +68,14 @@ def test_the_package_uses_the_kernels_where_they_agree(monkeypatch):
         assert ready._fused == wanted
         found.append(ready.encode())
     same(*found)
+
+
+@pytest.mark.parametrize("centroids", [False, True])
+@pytest.mark.parametrize(("size", "group"), [(64, 32), (128, 64), (64, 16)])
+def test_the_self_check_passes_on_a_corner_of_many_rows_and_heads(size, group, centroids):
+    x = draw(3, 5, 33, size, dtype=torch.float16)
+    clusters = None
+    if centroids:
+        ids = torch.arange(3 * 5 * 33).reshape(3, 5, 33).remainder(7).to(torch.uint8).to(DEVICE)
+        clusters = Clusters(ids, draw(3, 5, 7, size, seed=1).bfloat16())
+    assert package._self_check(x, clusters, group) is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from videokv.kernels import gpu
-from videokv.kernels.reconstruct import reconstruct, reference
+from videokv.kernels.reconstruct import _self_check, reconstruct, reference
 from videokv.protocols import EncodeContext
 from videokv.quantizers.centroid_residual import CentroidResidual, Clustering
 from videokv.quantizers.groupwise import Groupwise
@@ -229,3 +229,12 @@ def _once(function):
         return function(*args, **kwargs)
 
     return call
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_self_check_passes_on_a_corner_of_many_rows_and_heads(name, dtype):
+    """Its corner of three batch rows and five heads is a view whose rows lie apart."""
+    parts = encoded(name, batch=3, heads=5, tokens=33).parts()
+    assert not parts.corner(2).steps.is_contiguous()
+    assert _self_check(parts, dtype) is None

@@ -30,7 +30,7 @@ _COUNTS = [
 
 def attend(call: Call, *, tile: Tile) -> tuple[Tensor, Tensor]:
     """See the package."""
-    query = _last_dense(call.query)
+    query = call.query.contiguous() if call.fp8 else _last_dense(call.query)
     batch, heads, rows, size = query.shape
     out = query.new_empty(batch, heads, rows, call.value_dim)
     lse = torch.empty(batch, heads, rows, device=query.device, dtype=torch.float32)
@@ -279,12 +279,11 @@ def _step(
 
 
 def _rounded_query(query: Tensor, past: Rows | None) -> tuple[Tensor, Tensor]:
-    """The query in E4M3 with its own strides, and query scale times key scale ``[B, Hq]``."""
+    """The (contiguous) query in E4M3, and query scale times key scale ``[B, Hq]``."""
     assert past is not None and past.key_scale is not None
     largest = query.abs().amax((2, 3), keepdim=True).float()
     scale = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
-    small = torch.empty_strided(query.shape, query.stride(), dtype=E4M3, device=query.device)
-    small.copy_((query / scale).clamp_(-E4M3_MAX, E4M3_MAX))
+    small = (query / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
     repeats = query.shape[1] // past.key_scale.shape[1]
     unit = scale[..., 0, 0] * past.key_scale.repeat_interleave(repeats, 1)
     return small, unit.contiguous()
@@ -298,14 +297,16 @@ def _columns(call: Call) -> tuple[Tensor | None, Tensor | None]:
     # FP16 holds 11 bits of each factor whatever the dtype of keys: the columns came balanced.
     dtype = torch.float32 if call.query.dtype == torch.float32 else torch.float16
     extra_query, extra_keys = (pad(x, (0, missing)) for x in (call.extra_query, call.extra_keys))
-    return extra_query.to(dtype), extra_keys.to(dtype)
+    # A pad by nothing keeps the strides it finds.
+    return _last_dense(extra_query.to(dtype)), _last_dense(extra_keys.to(dtype))
 
 
 def _dense_rows(rows: Rows | None) -> Rows | None:
     """Keys with channels side by side (values may lie either way)."""
     if rows is None:
         return None
-    return Rows(_last_dense(rows.keys), rows.values, rows.key_scale, rows.value_scale)
+    scales = [s if s is None else s.contiguous() for s in (rows.key_scale, rows.value_scale)]
+    return Rows(_last_dense(rows.keys), rows.values, *scales)
 
 
 def _last_dense(x: Tensor) -> Tensor:

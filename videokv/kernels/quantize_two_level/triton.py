@@ -34,7 +34,7 @@ def encode(
     packed = torch.empty(batch, heads, tokens * size // 4, **options)  # type: ignore[call-overload]
     zeros = torch.empty(batch, heads, -(-tokens * groups // 4), **options)  # type: ignore[call-overload]
     steps = torch.empty(batch, heads, tokens, groups, **options)  # type: ignore[call-overload]
-    scale = head_scale(widest)
+    scale = head_scale(widest).contiguous()
     _launch(_encode, x, clusters, group_size, (scale, packed, zeros, steps))
     return TwoLevelCodes(packed, zeros, steps, scale)
 

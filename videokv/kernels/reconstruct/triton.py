@@ -56,7 +56,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             tokens,
             parts.steps.shape[2],
             parts.codes.contiguous(),
-            as_bytes(parts.steps),
+            as_bytes(parts.steps.contiguous()),
             _whole(parts.scale),
             _whole(parts.zeros),
             _whole(factor),
