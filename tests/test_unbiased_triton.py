@@ -300,11 +300,13 @@ class _nothing:
         return False
 
 
-def make_call(bits=(3, 2), *, size=64, dtype=F32, heads=(4, 2), queries=3, tokens=150, columns=2):
+def make_call(
+    bits=(3, 2), *, size=64, group=None, dtype=F32, heads=(4, 2), queries=3, tokens=150, columns=2
+):
     parts: list[Parts] = []
     for width, seed in zip(bits, (1, 2), strict=True):
         x = draw(2, heads[1], tokens, size, seed=seed) / 4
-        parts.append(moved(Unbiased(width, label_bits=seed + 1).encode(x, KEYS)).parts())
+        parts.append(moved(Unbiased(width, group, label_bits=seed + 1).encode(x, KEYS)).parts())
     extra_q = -draw(2, heads[0], queries, columns + 4, seed=4)[..., -columns:].abs()
     extra_k = draw(2, heads[1], tokens, columns + 4, seed=5)[..., -columns:].abs()
     query = draw(2, heads[0], queries, size, seed=3).to(DEVICE, dtype)
@@ -320,8 +322,20 @@ def test_few_queries(size, tokens):
     assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
 
 
-def test_few_queries_in_half_precision():
-    call = make_call(dtype=F16)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_few_queries_where_tokens_have_several_steps(mixed):
+    """By the kernel of all formats, which unpacks labels and logarithmic steps too."""
+    call = make_call(group=32)
+    if mixed:
+        call = dataclasses.replace(call, values=make_call().values)
+    got, lse = attend_kernel.attend_packed(call)
+    want, want_lse = attend_reference.attend_packed(call)
+    assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
+
+
+@pytest.mark.parametrize("size", [64, 80])
+def test_few_queries_in_half_precision(size):
+    call = make_call(dtype=F16, size=size)
     got, lse = attend_kernel.attend_packed(call)
     want, want_lse = attend_reference.attend_packed(call)
     assert off(got, want) < 3e-3 and off(lse, want_lse) < 3e-3

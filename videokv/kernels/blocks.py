@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.numbers import decode_e4m3, encode_e4m3, exp2_codes, unpack_rows
+from videokv.kernels.numbers import (
+    decode_e4m3,
+    encode_e4m3,
+    exp2_codes,
+    unpack_rows,
+    unpack_words3,
+)
 from videokv.kernels.quantize_groups.layout import reach
 from videokv.kernels.quantize_unbiased.layout import half_range
 from videokv.kernels.reconstruct.parts import Parts
@@ -19,6 +27,11 @@ ZERO_CODES = {"none": 0, "offset": 1, "integer": 2, "packed": 3, "centred": 0}
 def as_bytes(x: Tensor) -> Tensor:
     """E4M3 as its bytes (kernels handle them before compute capability 8.9 too)."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x
+
+
+def row_alignment(x: Tensor) -> int:
+    """What offsets of heads are multiples of, in elements (at most 16): how wide loads may be."""
+    return math.gcd(16, *(x.stride(axis) for axis in (0, 1) if x.shape[axis] > 1))
 
 
 def reach_of(parts: Parts) -> float:
@@ -97,6 +110,33 @@ def centroids_block(ids, table, size, head, row, live, inside, channel, D: tl.co
     label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
     place = ((head * size + label) * D)[:, None] + channel[None, :]
     return tl.load(table + place, mask=inside, other=0).to(tl.float32)
+
+
+def in_words(parts: Parts) -> bool:
+    """Whether rows of 3-bit codes can be read as 32-bit words, three for 32 codes."""
+    aligned = parts.codes.contiguous().storage_offset() % 4 == 0
+    return parts.bits == 3 and parts.head_dim % 32 == 0 and aligned
+
+
+def code_words(parts: Parts) -> Tensor:
+    """Packed codes as ``odd_block`` reads them."""
+    codes = parts.codes.contiguous()
+    return codes.view(torch.int32) if in_words(parts) else codes
+
+
+@triton.jit
+def odd_block(
+    packed, row, live, ROW_BYTES: tl.constexpr, BITS: tl.constexpr, BD: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Codes around zero, doubled: odd FP16 numbers [rows, BD], small enough to be exact."""
+    if WORDS:
+        codes = unpack_words3(packed, row, live, ROW_BYTES, BD)
+    else:
+        codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD)
+    # 1024 + n is FP16's bits 0x6400 + n: two cheap operations instead of a conversion.
+    halves = ((codes << 1) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+    return halves - (1023.0 + (1 << BITS))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
 
 BLOCK_TOKENS = 64
@@ -44,6 +45,7 @@ def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
             heads,
             tokens,
             table.shape[2],
+            ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
             BT=BLOCK_TOKENS,
@@ -77,6 +79,7 @@ def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor
             tokens,
             centroids,
             stretch,
+            ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
             BT=BLOCK_TOKENS,
@@ -115,6 +118,7 @@ def lloyd(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
             tokens,
             centroids,
             stretch,
+            ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
             BT=BLOCK_TOKENS,
@@ -131,7 +135,7 @@ def lloyd(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=_COUNTS)
 def _lloyd(
     x, x_b, x_h, x_t, origin, table, half_norms, sums, members, heads, tokens, centroids, stretch,
-    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -147,7 +151,7 @@ def _lloyd(
     for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
         token = first + tl.arange(0, BT)
         live = token < tokens
-        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
         distance = half[None, :] - tl.dot(block, rows, input_precision=PRECISION)
         smallest = tl.min(distance, 1)
         label = tl.min(tl.where(distance == smallest[:, None], number[None, :], BK), 1)
@@ -173,6 +177,7 @@ def _assign(
     heads,
     tokens,
     centroids,
+    ALIGN: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -183,7 +188,7 @@ def _assign(
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     live = token < tokens
     channel = tl.arange(0, BD)
-    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
     best = tl.full([BT], float("inf"), tl.float32)
     label = tl.zeros([BT], tl.int32)
     for first in range(0, centroids, BK):
@@ -215,6 +220,7 @@ def _sum(
     tokens,
     centroids,
     stretch,
+    ALIGN: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -230,7 +236,7 @@ def _sum(
     for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
         token = first + tl.arange(0, BT)
         live = token < tokens
-        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
         label = tl.load(labels + head * tokens + token, mask=live, other=0).to(tl.int32)
         mine = (number[:, None] == label[None, :]) & live[None, :]
         belongs = mine.to(tl.float32)
@@ -244,10 +250,13 @@ def _sum(
 
 
 @triton.jit
-def _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D: tl.constexpr):
+def _tokens(
+    x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
     """Float32 tokens less their mean; 0 outside."""
     inside = live[:, None] & (channel < D)[None, :]
-    base = (head // heads) * x_b + (head % heads) * x_h
+    base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
     place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
@@ -287,6 +296,7 @@ def choose_by_range(
             heads,
             tokens,
             centroids,
+            ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
             BT=32,
@@ -315,6 +325,7 @@ def _choose(
     heads,
     tokens,
     centroids,
+    ALIGN: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -328,7 +339,7 @@ def _choose(
     channel = tl.arange(0, BD)
     number = tl.arange(0, BK)
     there = number < centroids
-    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
     eye = tl.load(lens + head * D + channel, mask=channel < D, other=0.0)
     view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
     place = (head * centroids + number)[None, :] * D + channel[:, None]

@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from videokv.kernels.attend.tiles import padded
+from videokv.kernels.attend_packed import triton_unbiased
 from videokv.kernels.attend_packed.call import PackedCall
+from videokv.kernels.attend_packed.splits import BLOCK_TOKENS, LOG2_E, columns, stretch_of
 from videokv.kernels.blocks import (
     ZERO_CODES,
     as_bytes,
@@ -28,22 +29,21 @@ from videokv.kernels.gpu import on_device, products
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
 
-BLOCK_TOKENS = 64
-PROGRAMS = 512  # enough to fill a large GPU; more would only be merged again
-_LOG2_E = 1.4426950408889634
 _COUNTS = ["tokens", "stretch", "k_groups", "v_groups", "k_centroids", "v_centroids"]
 
 
 def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
     """See the package."""
+    if triton_unbiased.serves(call):
+        return triton_unbiased.attend_packed(call)
     batch, heads, queries, size = call.query.shape
     kv_heads, tokens = call.keys.shape[1:3]
     query = call.query
     if call.keys.rotation is not None:
         query = call.keys.rotation.apply(query.float()).to(query.dtype)
     rows, value_dim = call.rows, call.values.head_dim
-    extra_query, extra_keys = _columns(call)
-    stretch = _stretch(tokens, batch * kv_heads)
+    extra_query, extra_keys = columns(call)
+    stretch = stretch_of(tokens, batch * kv_heads)
     splits = triton.cdiv(tokens, stretch)
     parts = torch.empty(splits, batch * kv_heads, rows, value_dim, device=query.device)
     lses = torch.empty(splits, batch * kv_heads, rows, device=query.device)
@@ -57,7 +57,7 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
             *v.tensors,
             parts,
             lses,
-            call.scale * _LOG2_E,
+            call.scale * LOG2_E,
             tokens,
             stretch,
             **k.options("K"),
@@ -82,12 +82,6 @@ def _merged(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Over the splits (the first dimension), each of at least one token."""
     lse = lses.logsumexp(0)
     return (parts * (lses - lse).exp().unsqueeze(-1)).sum(0), lse
-
-
-def _stretch(tokens: int, heads: int) -> int:
-    """Tokens of a program: whole blocks, the same for lengths near one another."""
-    splits = max(1, min(triton.cdiv(tokens, BLOCK_TOKENS), PROGRAMS // heads))
-    return triton.cdiv(triton.cdiv(tokens, splits), BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 class _side:
@@ -136,19 +130,6 @@ def _centroids(parts: Parts) -> tuple[Tensor | None, Tensor | None]:
     if not parts.stages:
         return None, None
     return parts.stages[0].ids.contiguous(), parts.stages[0].table.contiguous()
-
-
-def _columns(call: PackedCall) -> tuple[Tensor | None, Tensor | None]:
-    if call.extra_query is None or call.extra_keys is None:
-        return None, None
-    missing = padded(call.columns) - call.columns
-    dtype = torch.float32 if call.query.dtype == torch.float32 else torch.float16
-    # FP16: the largest weight of a column becomes 1, so that small ones stay normal numbers.
-    peak = call.extra_keys.abs().amax(2, keepdim=True).clamp(min=1e-30)
-    repeats = call.query.shape[1] // call.keys.shape[1]
-    pair = (call.extra_query * peak.repeat_interleave(repeats, 1), call.extra_keys / peak)
-    extra_query, extra_keys = (pad(x, (0, missing)).to(dtype).contiguous() for x in pair)
-    return extra_query, extra_keys
 
 
 @triton.jit(do_not_specialize=_COUNTS)

@@ -2,8 +2,10 @@
 
 The centroid is subtracted after the rotation, H x - H mu, so that the product is of the tokens as
 they come with signs: exact in 16 bits for heads of a power of two, summed in float32. Other heads,
-and float32 tokens, are multiplied as three TF32 products. Only the factor of the best grid is kept
-while grids are tried; its codes are found again at the end.
+and float32 tokens, are multiplied as three TF32 products. H mu is a product too, of the labels'
+indicator with the table in two FP16 halves (2^-22 of its largest value), so that everything stays
+in the layout of products, where a token's channels lie with four threads. Only the step of the best
+grid is kept while grids are tried; its codes are found again at the end.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
-from videokv.kernels.blocks import centres_block
+from videokv.kernels.blocks import labels_block, row_alignment
 from videokv.kernels.gpu import on_device, products
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_unbiased.layout import GAUSSIAN_STEP, TRIED, Centres, half_range
 from videokv.rotation import Rotation, signs
 
 BLOCK_ELEMENTS = 8192  # of a program: 64 tokens of 128 channels
-_COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids"]
+HALF_ROWS = 16  # of the padded table, the centroid zero among them
+_COUNTS = ["x_b", "x_h", "heads", "tokens"]
 
 
 def quantize(
@@ -41,7 +45,7 @@ def quantize(
     packed = torch.empty(batch, heads, tokens, row_bytes, dtype=torch.uint8, device=x.device)
     steps = torch.empty(batch, heads, tokens, size // group_size, device=x.device)
     largest = torch.empty(batch * heads, blocks, device=x.device)
-    table = rotation.apply(centres.real_table())
+    table, table_scale = _in_two_halves(rotation.apply(centres.real_table()))
     with on_device(x.device):
         _kernel[(blocks, batch * heads)](
             x,
@@ -49,8 +53,8 @@ def quantize(
             heads,
             tokens,
             centres.ids.contiguous(),
-            table.contiguous(),
-            table.shape[2],
+            table,
+            table_scale,
             signs(rotation, device=x.device, dtype=kind),
             1.0 / math.sqrt(size),
             packed,
@@ -59,6 +63,7 @@ def quantize(
             D=size,
             BD=block,
             BT=rows,
+            BC=table.shape[2],
             BITS=bits,
             HALF=half_range(bits),
             UNIT=GAUSSIAN_STEP[bits],
@@ -72,6 +77,7 @@ def quantize(
             ROW_BYTES=row_bytes,
             LABEL_BITS=centres.label_bits,
             EXACT=exact,
+            ALIGN=row_alignment(x),
             PRECISION=products(kind, x.device),
             num_warps=4,
             num_stages=1,
@@ -80,14 +86,25 @@ def quantize(
     return packed, steps, largest
 
 
+def _in_two_halves(table: Tensor) -> tuple[Tensor, Tensor]:
+    """FP16 ``[B, H, 32, D]``, rows 1..K and 17..16+K, whose sum times the scale is the table."""
+    scale = table.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
+    ratio = table / scale
+    high = ratio.half()
+    low = (ratio - high.float()).half()
+    missing = HALF_ROWS - 1 - table.shape[2]
+    return torch.cat([pad(half, (0, 0, 1, missing)) for half in (high, low)], 2), scale
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _kernel(
-    x, x_b, x_h, x_t, heads, tokens, ids, table, centroids, matrix, matrix_scale,
+    x, x_b, x_h, x_t, heads, tokens, ids, table, table_scale, matrix, matrix_scale,
     packed, steps, largest,
-    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
-    UNIT: tl.constexpr, F0: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
-    F4: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr,
-    LABEL_BITS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BITS: tl.constexpr,
+    HALF: tl.constexpr, UNIT: tl.constexpr, F0: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, F3: tl.constexpr, F4: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr,
+    LABEL_BITS: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BT
@@ -95,7 +112,7 @@ def _kernel(
     live = token < tokens
     channel = tl.arange(0, BD)
     used = channel < D
-    base = (head // heads) * x_b + (head % heads) * x_h
+    base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
     place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
     raw = tl.load(place, mask=live[:, None] & used[None, :], other=0.0)
     sizes = tl.abs(raw.to(tl.float32))
@@ -106,14 +123,19 @@ def _kernel(
     turn = tl.load(square, mask=used[:, None] & used[None, :], other=0.0)
     operand = raw if EXACT else raw.to(tl.float32)
     values = tl.dot(operand, turn, input_precision=PRECISION) * matrix_scale
-    values -= centres_block(
-        ids, table, centroids, head, token, live, tokens, channel, D, LABEL_BITS
-    )
+    number = tl.arange(0, BC)
+    halves = table + (head * BC + number)[:, None] * D + channel[None, :]
+    means = tl.load(halves, mask=used[None, :] & (number >= 0)[:, None], other=0.0)
+    label = labels_block(ids, head, token, live, tokens, LABEL_BITS)
+    own = (label[:, None] == (number % (BC // 2))[None, :]).to(tl.float16)
+    values -= tl.dot(own, means) * tl.load(table_scale + head)
 
     per: tl.constexpr = BD // WIDTH  # groups of a token, with those that only fill the block
     groups: tl.constexpr = D // GROUP
     lines: tl.constexpr = BT * per
-    y = tl.reshape(values, [lines, WIDTH])
+    y = values
+    if per > 1:
+        y = tl.reshape(values, [lines, WIDTH])
     inside = (tl.arange(0, WIDTH) < GROUP)[None, :]
     peak = tl.max(tl.abs(y), 1)
     y = y * (1.0 / tl.where(peak > 0, peak, 1.0))[:, None]
@@ -135,7 +157,8 @@ def _kernel(
     tl.store(steps + (head * tokens + owner) * groups + group, step, mask=stored)
 
     codes = (_codes(y, inverse, HALF) + HALF).to(tl.int32)
-    codes = tl.reshape(codes, [BT, BD])
+    if per > 1:
+        codes = tl.reshape(codes, [BT, BD])
     codes = tl.where(used[None, :], codes, 0)
     row = head * tokens + token
     if BITS == 3:
@@ -174,5 +197,7 @@ def _try(y, unit, factor, inside, HALF: tl.constexpr, best, product, inverse):
 @triton.jit
 def _codes(y, inverse, HALF: tl.constexpr):
     """Codes around zero, float32."""
-    ratio = tl.minimum(tl.maximum(y * inverse[:, None] + HALF, 0.0), 2 * HALF)
-    return (ratio + 12582912.0) - 12582912.0 - HALF  # 1.5 * 2^23: rounds to nearest even
+    # A clamp to 0..1 costs nothing where it ends a multiplication.
+    share = tl.clamp(y * (inverse * (0.5 / HALF))[:, None] + 0.5, 0.0, 1.0)
+    whole = share * (2 * HALF) + 12582912.0  # 1.5 * 2^23: rounds to nearest even
+    return (whole - 12582912.0) - HALF

@@ -23,6 +23,7 @@ from videokv.kernels.blocks import (
     dequantize_block,
     low_rank_block,
     reach_of,
+    row_alignment,
     step_kind,
     store_block,
     whole_groups,
@@ -88,7 +89,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             WIDE=wide,
             PRECISION=products(out.dtype, out.device),
             AS_BYTES=out.dtype == E4M3,
-            ALIGN=_alignment(out),
+            ALIGN=row_alignment(out),
             num_warps=8 if parts.rotation is not None else 4,
             enable_fp_fusion=False,  # the same roundings as the reference
         )
@@ -195,12 +196,6 @@ def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:
     for stage in parts.stages:
         arguments += [stage.ids.contiguous(), stage.table.contiguous(), stage.table.shape[2]]
     return arguments + [None, None, 1] * (4 - len(parts.stages))
-
-
-def _alignment(out: Tensor) -> int:
-    """What all rows' addresses are multiples of, in elements (at most 16)."""
-    steps = [out.stride(axis) for axis in (0, 1) if out.shape[axis] > 1]
-    return math.gcd(16, *steps)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

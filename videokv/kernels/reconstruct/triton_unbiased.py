@@ -21,9 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.blocks import as_bytes, labels_block, low_rank_block, store_block
+from videokv.kernels.blocks import (
+    as_bytes,
+    code_words,
+    in_words,
+    labels_block,
+    low_rank_block,
+    odd_block,
+    row_alignment,
+    store_block,
+)
 from videokv.kernels.gpu import on_device, products
-from videokv.kernels.numbers import e4m3_halves, exp2_codes, unpack_rows, unpack_words3
+from videokv.kernels.numbers import e4m3_halves, exp2_codes
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.rotation import signs
@@ -47,8 +56,6 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
     matrix = signs(rotation, device=out.device, dtype=torch.float32 if wide else torch.float16)
     low = None if parts.low_rank is None else parts.low_rank.dense(tokens)
     rank = 0 if low is None else low.codes.shape[3]
-    codes = parts.codes.contiguous()
-    words = parts.bits == 3 and size % 32 == 0 and codes.storage_offset() % 4 == 0
     stretch = _stretch(triton.cdiv(tokens, rows), batch * heads) * rows
     with on_device(out.device):
         _kernel[(triton.cdiv(tokens, stretch), batch * heads)](
@@ -57,7 +64,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             heads,
             tokens,
             stretch,
-            codes.view(torch.int32) if words else codes,
+            code_words(parts),
             parts.steps.contiguous(),
             parts.scale.contiguous(),
             centres.ids.contiguous(),
@@ -75,7 +82,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             BT=rows,
             BC=CENTRES,
             BITS=parts.bits,
-            WORDS=words,
+            WORDS=in_words(parts),
             ROW_BYTES=packed_length(size, bits=parts.bits),
             GROUP=parts.group_size,
             LABEL_BITS=centres.label_bits,
@@ -84,7 +91,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             WIDE=wide,
             PRECISION=products(out.dtype, out.device),
             AS_BYTES=out.dtype == E4M3,
-            ALIGN=_alignment(out),
+            ALIGN=row_alignment(out),
             num_warps=4,
             num_stages=2,
             enable_fp_fusion=True,
@@ -125,11 +132,8 @@ def _kernel(
         token = first + tl.arange(0, BT)
         live = token < tokens
         row = head * tokens + token
-        if WORDS:
-            codes = unpack_words3(packed, row, live, ROW_BYTES, BD)
-        else:
-            codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD)
-        values, step = _odd_numbers(codes, steps, row, live, D, BD, BT, BITS, GROUP, WIDE)
+        codes = odd_block(packed, row, live, ROW_BYTES, BITS, BD, WORDS)
+        values, step = _operands(codes, steps, row, live, D, BD, GROUP, WIDE)
         values = tl.dot(values, turn, input_precision=PRECISION) * (step * step_scale)[:, None]
         label = labels_block(ids, head, token, live, tokens, LABEL_BITS)
         own = (label[:, None] == (number + 1)[None, :]).to(means.dtype)
@@ -146,18 +150,15 @@ def _kernel(
 
 
 @triton.jit
-def _odd_numbers(
-    codes, steps, row, live, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+def _operands(
+    values, steps, row, live, D: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Codes around zero, doubled, as operands [BT, BD], and the step of each token without scale.
+    """Operands of the rotation [BT, BD], and the step of each token without the head's scale.
 
     With several steps a token the operands hold their ratio to the largest.
     """
     groups: tl.constexpr = D // GROUP
-    # 1024 + n is FP16's bits 0x6400 + n: two cheap operations instead of a conversion.
-    halves = ((codes << 1) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-    values = halves - (1023.0 + (1 << BITS))
     if WIDE:
         values = values.to(tl.float32)
     if groups == 1:
@@ -171,9 +172,3 @@ def _odd_numbers(
         ratio = each * (1.0 / tl.where(step > 0, step, 1.0))[:, None]
         values = (values.to(tl.float32) * ratio).to(values.dtype)
     return values, step
-
-
-def _alignment(out: Tensor) -> int:
-    """What all rows' addresses are multiples of, in elements (at most 16)."""
-    steps = [out.stride(axis) for axis in (0, 1) if out.shape[axis] > 1]
-    return math.gcd(16, *steps)
