@@ -56,6 +56,7 @@ def _cases() -> dict:
     import test_attention_triton as attention
     import test_quantize_groups_triton as groups
     import test_reconstruct_triton as reconstruction
+    import test_unbiased_triton as unbiased
 
     from videokv.kernels.assign_centroids import triton as centroids
     from videokv.kernels.attend import Rows, to_e4m3
@@ -80,6 +81,18 @@ def _cases() -> dict:
             chunk.parts(), torch.empty(chunk.shape, dtype=bf16), factor=None
         )
 
+    def decode_unbiased(bits: int, size: int, dtype: torch.dtype) -> None:
+        chunk = unbiased.encoded(bits, size)
+        out = torch.empty(chunk.shape, dtype=dtype)
+        reconstruction.kernel.reconstruct(chunk.parts(), out, factor=None)
+
+    def encode_unbiased(bits: int, x: torch.Tensor) -> None:
+        size = x.shape[3]
+        centres = unbiased.fit_centres(x, bits=4, iterations=1, seed=0)
+        unbiased.quantize_kernel.quantize(
+            x, bits=bits, group_size=size, centres=centres, rotation=Rotation(size)
+        )
+
     tile = Tile(64, 64, 4, 2)
     quantize = partial(groups.kernel.quantize, x)
     return {
@@ -97,6 +110,16 @@ def _cases() -> dict:
         "choose": partial(
             centroids.choose_by_range, x, table, weights, group_size=64, candidates=4
         ),
+        "reconstruct unbiased": partial(decode_unbiased, 3, 128, bf16),
+        "reconstruct unbiased 2 bits": partial(decode_unbiased, 2, 128, bf16),
+        "reconstruct unbiased float32": partial(decode_unbiased, 2, 80, torch.float32),
+        "reconstruct unbiased groups": partial(decode_unbiased, 3, 256, torch.float8_e4m3fn),
+        "attend_packed unbiased": lambda: unbiased.attend_kernel.attend_packed(
+            unbiased.make_call(size=128, dtype=bf16)
+        ),
+        "encode unbiased": partial(encode_unbiased, 3, x),
+        "encode unbiased float32": partial(encode_unbiased, 2, x[..., :80].float()),
+        "lloyd": partial(centroids.lloyd, x, origin, table),
         "two-level spans": partial(two_level.spans, x, None, group_size=64),
         "two-level encode": partial(two_level.encode, x, None, spans, group_size=64),
     }

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from videokv.kernels.attend_packed import PackedCall, _self_check, reference
+from videokv.kernels.attend_packed import PackedCall, _self_check, reference, splits
 from videokv.protocols import EncodeContext
 from videokv.quantizers.centroid_residual import CentroidResidual, Clustering
 from videokv.quantizers.groupwise import Groupwise
@@ -65,7 +65,7 @@ def test_against_the_reference(name):
 
 @pytest.mark.parametrize("tokens", [1, 64, 129])
 def test_token_counts_splits_and_no_columns(tokens, monkeypatch):
-    monkeypatch.setattr(kernel, "PROGRAMS", 12)
+    monkeypatch.setattr(splits, "PROGRAMS", 12)
     call = make_call("rtn", tokens=tokens, columns=0, heads=(2, 2), queries=1)
     got, lse = kernel.attend_packed(call)
     want, want_lse = reference.attend_packed(call)

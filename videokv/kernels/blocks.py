@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.numbers import decode_e4m3, unpack_rows
+from videokv.kernels.numbers import (
+    decode_e4m3,
+    encode_e4m3,
+    exp2_codes,
+    unpack_rows,
+    unpack_words3,
+)
+from videokv.kernels.quantize_groups.layout import reach
+from videokv.kernels.quantize_unbiased.layout import half_range
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.tensors import E4M3
 
-ZERO_CODES = {"none": 0, "offset": 1, "integer": 2, "packed": 3}
+ZERO_CODES = {"none": 0, "offset": 1, "integer": 2, "packed": 3, "centred": 0}
 
 
 def as_bytes(x: Tensor) -> Tensor:
     """E4M3 as its bytes (kernels handle them before compute capability 8.9 too)."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x
+
+
+def row_alignment(x: Tensor) -> int:
+    """What offsets of heads are multiples of, in elements (at most 16): how wide loads may be."""
+    return math.gcd(16, *(x.stride(axis) for axis in (0, 1) if x.shape[axis] > 1))
+
+
+def reach_of(parts: Parts) -> float:
+    """What is subtracted from codes that have no stored zero."""
+    return half_range(parts.bits) if parts.zero == "centred" else reach(parts.bits)
+
+
+def step_kind(parts: Parts) -> int:
+    """0: numbers, 1: E4M3 bytes, 2: logarithmic codes."""
+    if parts.log_steps:
+        return 2
+    return 1 if parts.steps.dtype == E4M3 else 0
 
 
 def whole_groups(parts: Parts, block: int) -> bool:
@@ -30,7 +57,7 @@ def dequantize_block(
     packed, steps, scale, zeros, head, token, live, tokens, time_groups,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr, REACH: tl.constexpr,
     ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr,
-    WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_BYTES: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
 ):  # fmt: skip
     """Codes times steps plus offsets of the tokens ``token``: float32 [BT, BD], 0 outside.
 
@@ -48,7 +75,12 @@ def dequantize_block(
         place = (head * time_groups + token // GROUP)[:, None] * D + channel[None, :]
         used = live[:, None] & (channel < D)[None, :]
     step = tl.load(steps + place, mask=used, other=0)
-    step = decode_e4m3(step) if STEP_BYTES else step.to(tl.float32)
+    if STEP_KIND == 2:
+        step = exp2_codes(step)
+    elif STEP_KIND == 1:
+        step = decode_e4m3(step)
+    else:
+        step = step.to(tl.float32)
     if scale is not None:
         step = step * tl.load(scale + head).to(tl.float32)
     if ZERO == 0:
@@ -78,3 +110,89 @@ def centroids_block(ids, table, size, head, row, live, inside, channel, D: tl.co
     label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
     place = ((head * size + label) * D)[:, None] + channel[None, :]
     return tl.load(table + place, mask=inside, other=0).to(tl.float32)
+
+
+def in_words(parts: Parts) -> bool:
+    """Whether rows of 3-bit codes can be read as 32-bit words, three for 32 codes."""
+    aligned = parts.codes.contiguous().storage_offset() % 4 == 0
+    return parts.bits == 3 and parts.head_dim % 32 == 0 and aligned
+
+
+def code_words(parts: Parts) -> Tensor:
+    """Packed codes as ``odd_block`` reads them."""
+    codes = parts.codes.contiguous()
+    return codes.view(torch.int32) if in_words(parts) else codes
+
+
+@triton.jit
+def odd_block(
+    packed, row, live, ROW_BYTES: tl.constexpr, BITS: tl.constexpr, BD: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Codes around zero, doubled: odd FP16 numbers [rows, BD], small enough to be exact."""
+    if WORDS:
+        codes = unpack_words3(packed, row, live, ROW_BYTES, BD)
+    else:
+        codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD)
+    # 1024 + n is FP16's bits 0x6400 + n: two cheap operations instead of a conversion.
+    halves = ((codes << 1) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+    return halves - (1023.0 + (1 << BITS))
+
+
+@triton.jit
+def labels_block(ids, head, token, live, tokens, BITS: tl.constexpr):
+    """Labels int32 of tokens, packed in rows of a head at 2, 3 or 4 bits."""
+    if BITS == 3:
+        start = ids + head * ((tokens.to(tl.int64) + 7) // 8 * 3) + token // 8 * 3
+        word = tl.load(start, mask=live, other=0).to(tl.int32) << 16
+        word |= tl.load(start + 1, mask=live, other=0).to(tl.int32) << 8
+        word |= tl.load(start + 2, mask=live, other=0).to(tl.int32)
+        label = (word >> (21 - 3 * (token % 8))) & 7
+    else:
+        each: tl.constexpr = 8 // BITS
+        start = ids + head * ((tokens.to(tl.int64) + each - 1) // each) + token // each
+        byte = tl.load(start, mask=live, other=0).to(tl.int32)
+        label = (byte >> (8 - BITS - BITS * (token % each))) & ((1 << BITS) - 1)
+    return label
+
+
+@triton.jit
+def centres_block(
+    ids, table, size, head, token, live, tokens, channel, D: tl.constexpr, BITS: tl.constexpr
+):
+    """The centroid of each token beside zero (label 0), float32 [rows, BD]; size: those stored."""
+    label = labels_block(ids, head, token, live, tokens, BITS).to(tl.int64)
+    place = ((head * size + label - 1) * D)[:, None] + channel[None, :]
+    inside = (live & (label > 0))[:, None] & (channel < D)[None, :]
+    return tl.load(table + place, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def low_rank_block(
+    codes, scales, basis, head, row, live, channel,
+    D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The repair of each token, float32 [rows, BD]: codes times scale times the basis."""
+    rank = tl.arange(0, BR)
+    some = live[:, None] & (rank < RANK)[None, :]
+    small = tl.load(codes + row[:, None] * RANK + rank[None, :], mask=some, other=0)
+    across = basis + head * D * RANK + channel[None, :] * RANK + rank[:, None]
+    span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
+    weight = tl.load(scales + row, mask=live, other=0).to(tl.float32)
+    if WIDE:
+        added = tl.dot(small.to(tl.float32), span.to(tl.float32), input_precision=PRECISION)
+    else:
+        added = tl.dot(small.to(tl.float16), span.to(tl.float32).to(tl.float16))
+    return added * weight[:, None]
+
+
+@triton.jit
+def store_block(target, values, inside, AS_BYTES: tl.constexpr):
+    """Store float32 values in the target's dtype; FP16 and E4M3 (as bytes) saturate."""
+    if AS_BYTES:
+        tl.store(target, encode_e4m3(values), mask=inside)
+    else:
+        if target.dtype.element_ty == tl.float16:
+            values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
+        tl.store(target, values.to(target.dtype.element_ty), mask=inside)

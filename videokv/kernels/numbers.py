@@ -19,6 +19,20 @@ def decode_e4m3(byte):
 
 
 @triton.jit
+def e4m3_halves(byte):
+    """FP16 of E4M3 bytes, exactly."""
+    number = byte.to(tl.int32)
+    bits = ((number & 0x80) << 8) | ((number & 0x7F) << 7)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0  # the exponents' biases: 7, 15
+
+
+@triton.jit
+def exp2_codes(byte):
+    """2^(-byte / 20), float32; 0 for 255: logarithmic steps without their scale."""
+    return tl.where(byte == 255, 0.0, tl.math.exp2(byte.to(tl.float32) * -0.05))
+
+
+@triton.jit
 def encode_e4m3(x):
     """E4M3 bytes of float32, nearest even, saturating at 448."""
     bits = x.to(tl.int32, bitcast=True)
@@ -59,15 +73,7 @@ def unpack_rows(packed, row, live, ROW_BYTES: tl.constexpr, BITS: tl.constexpr, 
         bits = tl.load(place, mask=inside, other=0).to(tl.int32) << 16
         bits |= tl.load(place + 1, mask=inside, other=0).to(tl.int32) << 8
         bits |= tl.load(place + 2, mask=inside, other=0).to(tl.int32)
-        even = tl.interleave(
-            tl.interleave((bits >> 21) & 7, (bits >> 9) & 7),
-            tl.interleave((bits >> 15) & 7, (bits >> 3) & 7),
-        )
-        odd = tl.interleave(
-            tl.interleave((bits >> 18) & 7, (bits >> 6) & 7),
-            tl.interleave((bits >> 12) & 7, bits & 7),
-        )
-        codes = tl.interleave(even, odd)
+        codes = _eight_codes(bits)
     else:
         column = tl.arange(0, BD * BITS // 8)
         place = packed + row[:, None] * ROW_BYTES + column[None, :]
@@ -82,3 +88,34 @@ def unpack_rows(packed, row, live, ROW_BYTES: tl.constexpr, BITS: tl.constexpr, 
         else:
             codes = bits
     return codes
+
+
+@triton.jit
+def unpack_words3(packed, row, live, ROW_BYTES: tl.constexpr, BD: tl.constexpr):
+    """3-bit codes int32 [rows, BD] of rows of int32 words, three for 32 codes; 0 outside."""
+    triple = tl.arange(0, BD // 32)
+    place = packed + row[:, None] * (ROW_BYTES // 4) + triple[None, :] * 3
+    inside = live[:, None] & (triple * 12 < ROW_BYTES)[None, :]
+    a = tl.load(place, mask=inside, other=0)
+    b = tl.load(place + 1, mask=inside, other=0)
+    c = tl.load(place + 2, mask=inside, other=0)
+    # Bytes 0..11 lie from the lowest of a to the highest of c; each three are one big-endian word.
+    first = ((a & 255) << 16) | (a & 0xFF00) | ((a >> 16) & 255)
+    second = (((a >> 24) & 255) << 16) | ((b & 255) << 8) | ((b >> 8) & 255)
+    third = (b & 0xFF0000) | (((b >> 24) & 255) << 8) | (c & 255)
+    fourth = ((c & 0xFF00) << 8) | (((c >> 16) & 255) << 8) | ((c >> 24) & 255)
+    return _eight_codes(tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth)))
+
+
+@triton.jit
+def _eight_codes(bits):
+    """The eight 3-bit codes of 24-bit words [rows, n]: int32 [rows, 8 n]."""
+    even = tl.interleave(
+        tl.interleave((bits >> 21) & 7, (bits >> 9) & 7),
+        tl.interleave((bits >> 15) & 7, (bits >> 3) & 7),
+    )
+    odd = tl.interleave(
+        tl.interleave((bits >> 18) & 7, (bits >> 6) & 7),
+        tl.interleave((bits >> 12) & 7, bits & 7),
+    )
+    return tl.interleave(even, odd)

@@ -22,8 +22,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import gather_centroids, label_means, nearest, spread_tokens
+from videokv.kernels.assign_centroids import cluster_beside_zero, nearest_labels, spread_tokens
 from videokv.kernels.pack_codes import pack, unpack
+from videokv.kernels.quantize_unbiased import (
+    LABEL_BITS,
+    Centres,
+    half_range,
+    largest_group,
+    quantize_unbiased,
+    real_steps,
+    unbiased_codes,
+    with_zero,
+)
+from videokv.kernels.quantize_unbiased.layout import GAUSSIAN_STEP
+from videokv.kernels.reconstruct import Parts, fused
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
@@ -31,32 +43,10 @@ from videokv.quantizers.inputs import checked
 from videokv.rotation import Rotation
 from videokv.tensors import E4M3, E4M3_MAX, require_finite
 
+__all__ = ["LONG_CHUNK", "Centres", "Unbiased", "UnbiasedChunk", "fit_centres", "unbiased_codes"]
+
 LARGEST = 1e15  # squares of larger numbers, summed, come near the end of float32
-STEPS_AN_OCTAVE = 20
-NO_STEP = 255  # the code of a group that is all zero
-TRIED = (0.75, 0.9, 1.05, 1.2, 1.4)  # steps tried, in units of the best for Gaussian numbers
-GAUSSIAN_STEP = {2: 0.9957, 3: 0.586, 4: 0.3352}
 LONG_CHUNK = 1024  # tokens from which 15 centroids cost next to nothing
-
-
-@dataclass(frozen=True, eq=False)
-class Centres:
-    """Centroids of a chunk and the one of each token; label 0 is zero.
-
-    ids: packed labels, uint8 ``[B, H, bytes]``; table: E4M3 ``[B, H, K, D]`` for labels 1..K;
-    scale: float32 ``[B, H, 1, 1]``, what the table is multiplied by.
-    """
-
-    ids: Tensor
-    table: Tensor
-    scale: Tensor
-    label_bits: int
-    tokens: int
-
-    def gather(self) -> Tensor:
-        """The centroid of each token, float32 ``[B, H, T, D]``."""
-        labels = unpack(self.ids, bits=self.label_bits, count=self.tokens)
-        return gather_centroids(_with_zero(self.table.float() * self.scale), labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +72,32 @@ class UnbiasedChunk:
 
     def real_steps(self) -> Tensor:
         """Delta, float32 ``[B, H, T, G]``."""
-        return _real_steps(self.steps, self.scale)
+        return real_steps(self.steps, self.scale)
+
+    def parts(self) -> Parts:
+        """What the kernels read."""
+        size = self.rotation.head_dim
+        return Parts(
+            codes=self.packed,
+            bits=self.bits,
+            tokens=self.steps.shape[2],
+            head_dim=size,
+            group_size=size // self.steps.shape[3],
+            steps=self.steps,
+            scale=self.scale,
+            zero="centred",
+            rotation=self.rotation,
+            centres=self.centres,
+            log_steps=True,
+        )
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Reconstruct ``[B, H, T, D]``; the arithmetic is float32."""
+        done = fused(self, dtype)
+        if done is not None:
+            return done
         codes = unpack(self.packed, bits=self.bits, count=self.rotation.head_dim).float()
-        codes.sub_(((1 << self.bits) - 1) / 2)
+        codes.sub_(half_range(self.bits))
         groups = codes.unflatten(-1, (self.steps.shape[3], -1))
         rotated = groups.mul_(self.real_steps().unsqueeze(-1)).flatten(-2)
         x = self.rotation.invert(rotated).add_(self.centres.gather())
@@ -119,7 +129,7 @@ class Unbiased:
     def __post_init__(self) -> None:
         if self.bits not in GAUSSIAN_STEP:
             raise ValueError(f"bits must be one of {tuple(GAUSSIAN_STEP)}, got {self.bits!r}")
-        if self.label_bits not in (2, 3, 4):
+        if self.label_bits not in LABEL_BITS:
             raise ValueError(f"label_bits must be 2, 3 or 4, got {self.label_bits!r}")
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size must be positive or None, got {self.group_size!r}")
@@ -139,20 +149,27 @@ class Unbiased:
 
         Synchronises once.
         """
-        x = checked(x).float()
-        self.check(x.shape[-1])
-        _require_usable(x, context)
-        label_bits = self.label_bits if x.shape[2] < LONG_CHUNK else 4
+        x = checked(x)
+        tokens, size = x.shape[2:]
+        self.check(size)
+        if x.device.type == "cpu":  # nothing to wait for: look before clustering what is not finite
+            _require_usable(x, x.abs().amax(), context)
+        label_bits = self.label_bits if tokens < LONG_CHUNK else 4
         centres = fit_centres(x, bits=label_bits, iterations=self.iterations, seed=context.seed)
-        rotation = Rotation(x.shape[-1], context.seed)
-        rotated = rotation.apply(x - centres.gather())
-        groups = rotated.unflatten(-1, (-1, self.group_size or _largest_group(x.shape[-1])))
-        codes, ideal = unbiased_codes(groups, bits=self.bits)
-        steps, scale = _coded_steps(ideal)
+        rotation = Rotation(size, context.seed)
+        codes = quantize_unbiased(
+            x,
+            bits=self.bits,
+            group_size=self.group_size or largest_group(size),
+            centres=centres,
+            rotation=rotation,
+        )
+        if x.device.type != "cpu":
+            _require_usable(x, codes.largest, context)
         return UnbiasedChunk(
-            packed=pack(codes.flatten(-2), bits=self.bits),
-            steps=steps,
-            scale=scale,
+            packed=codes.packed,
+            steps=codes.steps,
+            scale=codes.scale,
             centres=centres,
             rotation=rotation,
             bits=self.bits,
@@ -160,69 +177,18 @@ class Unbiased:
 
 
 def fit_centres(x: Tensor, *, bits: int, iterations: int, seed: int) -> Centres:
-    """k-means of float32 ``[B, H, T, D]`` with ``2^bits - 1`` centroids beside a fixed zero."""
-    table = _with_zero(spread_tokens(x, count=(1 << bits) - 1, seed=seed))
-    for _ in range(iterations):
-        labels = nearest(x, table)[..., 0].to(torch.uint8)
-        table = _with_zero(label_means(x, labels, fallback=table)[:, :, 1:])
+    """k-means of ``[B, H, T, D]`` with ``2^bits - 1`` centroids beside a fixed zero."""
+    start = spread_tokens(x, count=(1 << bits) - 1, seed=seed)
+    table = cluster_beside_zero(x, start, iterations=iterations)
     largest = table.abs().amax((2, 3), keepdim=True)
     scale = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
-    stored = (table[:, :, 1:] / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    labels = nearest(x, _with_zero(stored.float() * scale))[..., 0].to(torch.uint8)
+    stored = (table / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    labels = nearest_labels(x, with_zero(stored.float() * scale))
     return Centres(pack(labels, bits=bits), stored, scale, bits, x.shape[2])
 
 
-def unbiased_codes(groups: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 ``[..., g]`` and steps ``[...]`` of float32 groups; step 0 where all are zero.
-
-    Among the tried grids the one with the largest (y.c)^2 / c.c wins: the smallest error once its
-    step is y.y / (y.c).
-    """
-    half = ((1 << bits) - 1) / 2
-    peak = groups.abs().amax(-1, keepdim=True)
-    y = groups / torch.where(peak > 0, peak, 1.0)  # squares of tiny numbers would vanish
-    square = y.square().sum(-1, keepdim=True)
-    unit = (square / y.shape[-1]).sqrt().mul_(GAUSSIAN_STEP[bits]).clamp_(min=1e-20)
-    codes, product, best = _graded(y, unit * TRIED[0], half)
-    for factor in TRIED[1:]:
-        found = _graded(y, unit * factor, half)
-        better = found[2] > best
-        codes = torch.where(better, found[0], codes)
-        product = torch.where(better, found[1], product)
-        best = torch.where(better, found[2], best)
-    step = torch.where(product > 0, square / product, 0.0) * peak
-    return codes.add_(half).to(torch.uint8), step.squeeze(-1)
-
-
-def _graded(y: Tensor, step: Tensor, half: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes around zero, y.c and (y.c)^2 / c.c."""
-    codes = (y / step).add_(half).round_().clamp_(0, 2 * half).sub_(half)
-    product = (y * codes).sum(-1, keepdim=True)
-    return codes, product, product.square() / codes.square().sum(-1, keepdim=True)
-
-
-def _coded_steps(ideal: Tensor) -> tuple[Tensor, Tensor]:
-    scale = ideal.amax((2, 3), keepdim=True)
-    down = torch.where(ideal > 0, torch.log2(scale / ideal), torch.inf)
-    codes = (down * STEPS_AN_OCTAVE).round_().clamp_(0, NO_STEP)
-    return codes.to(torch.uint8), scale
-
-
-def _real_steps(codes: Tensor, scale: Tensor) -> Tensor:
-    steps = torch.exp2(codes.float() / -STEPS_AN_OCTAVE) * scale
-    return torch.where(codes == NO_STEP, 0.0, steps)
-
-
-def _with_zero(table: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(table[:, :, :1]), table], 2)
-
-
-def _largest_group(head_dim: int) -> int:
-    return next(size for size in range(min(head_dim, 128), 0, -1) if head_dim % size == 0)
-
-
-def _require_usable(x: Tensor, context: EncodeContext) -> None:
-    largest = float(x.abs().amax())
+def _require_usable(x: Tensor, largest_value: Tensor, context: EncodeContext) -> None:
+    largest = float(largest_value)
     if largest < LARGEST:
         return
     require_finite(x, what=f"{context.role}s", layer=context.layer)

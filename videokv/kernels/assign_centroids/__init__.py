@@ -26,14 +26,17 @@ __all__ = [
     "Clusters",
     "choose_by_range",
     "cluster",
+    "cluster_beside_zero",
     "draw_tokens",
     "gather_centroids",
     "label_means",
     "nearest",
+    "nearest_labels",
     "spread_tokens",
 ]
 
 MAX_CENTROIDS = 256  # labels are stored in one byte
+MAX_FEW = 16  # centroids that one block of a program holds while it reads the tokens once
 
 
 def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
@@ -63,6 +66,51 @@ def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Te
         labels = kernel.nearest_one(x, origin, centroids)
         centroids = kernel.means(x, origin, labels, centroids)
     return labels, centroids + origin
+
+
+def cluster_beside_zero(x: Tensor, start: Tensor, *, iterations: int) -> Tensor:
+    """Lloyd's k-means with a centroid more, which stays at zero: float32 ``[B, H, K, D]``.
+
+    x: ``[B, H, T, D]`` finite; start: ``[B, H, K, D]``. The zero is not returned. A cluster without
+    tokens keeps its centroid.
+    """
+    _check(x, start)
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, got {iterations}")
+    table = _with_zero(start.float())
+    if wants_kernels(x.device):
+        refusal = few_refusal(x, centroids=table.shape[2])
+        if refusal is None:
+            return _few_by_kernel(x.detach(), table, iterations=iterations)
+        say_once(f"k-means of few centroids runs in PyTorch steps: {refusal}")
+    for _ in range(iterations):
+        labels = nearest(x, table)[..., 0].to(torch.uint8)
+        table = _with_zero(label_means(x, labels, fallback=table)[:, :, 1:])
+    return table[:, :, 1:]
+
+
+def _few_by_kernel(x: Tensor, table: Tensor, *, iterations: int) -> Tensor:
+    # Any origin near the tokens keeps the digits of their differences: no pass to find the mean.
+    origin = table[:, :, 1:].mean(2, keepdim=True)
+    centred = table - origin
+    for _ in range(iterations):
+        centred = torch.cat([-origin, _kernel().lloyd(x, origin, centred)[:, :, 1:]], 2)
+    return centred[:, :, 1:] + origin
+
+
+def nearest_labels(x: Tensor, table: Tensor) -> Tensor:
+    """The nearest row of ``table`` ``[B, H, K, D]`` of each token, uint8 ``[B, H, T]``; ties to the
+    lower label."""
+    _check(x, table)
+    if wants_kernels(x.device) and kernel_refusal(x) is None:
+        origin = table[:, :, 1:].mean(2, keepdim=True) if table.shape[2] > 1 else table
+        labels: Tensor = _kernel().nearest_one(x.detach(), origin, table - origin)
+        return labels
+    return nearest(x, table)[..., 0].to(torch.uint8)
+
+
+def _with_zero(table: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(table[:, :, :1]), table], 2)
 
 
 def choose_by_range(
@@ -97,6 +145,29 @@ def kernel_refusal(x: Tensor) -> str | None:
     if refusal is not None:
         return refusal
     return checked_refusal("assign_centroids", (size, x.dtype), x.device, lambda: _self_check(x))
+
+
+def few_refusal(x: Tensor, *, centroids: int) -> str | None:
+    """Why the kernel of one pass an iteration does not serve ``x``, or None; checked here."""
+    if centroids > MAX_FEW:
+        return f"{centroids} centroids are more than {MAX_FEW}"
+    refusal = kernel_refusal(x)
+    if refusal is not None:
+        return refusal
+    return checked_refusal("lloyd", (x.shape[3], x.dtype), x.device, lambda: _few_self_check(x))
+
+
+def _few_self_check(x: Tensor) -> str | None:
+    """One iteration against the two kernels that do the same in two passes."""
+    tokens = x.detach()[:2, :2, :500]
+    origin = tokens.mean(2, keepdim=True, dtype=torch.float32)
+    moved = tokens.float() - origin
+    table = moved[:, :, :: max(1, moved.shape[2] // 7)][:, :, :MAX_FEW].contiguous()
+    labels = _kernel().nearest_one(tokens, origin, table)
+    want = reference.means(moved, labels.long(), table)
+    got = _kernel().lloyd(tokens, origin, table)
+    off = float((got - want).norm() / moved.norm().clamp(min=1e-30))
+    return None if off <= 1e-2 else f"self-check failed: means are off by {off:.1e}"
 
 
 def _self_check(x: Tensor) -> str | None:

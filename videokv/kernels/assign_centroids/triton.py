@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
 
 BLOCK_TOKENS = 64
 BLOCK_CENTROIDS = 64
 STRETCHES = 16  # of tokens that are summed apart
+FEW_STRETCHES = 64  # the same where one program holds all centroids
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch"]
 
 
@@ -43,10 +45,11 @@ def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
             heads,
             tokens,
             table.shape[2],
+            ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
             BT=BLOCK_TOKENS,
-            BK=BLOCK_CENTROIDS,
+            BK=max(16, min(BLOCK_CENTROIDS, triton.next_power_of_2(table.shape[2]))),
             PRECISION=_precision(x),
             num_warps=4,
             num_stages=2,
@@ -76,6 +79,7 @@ def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor
             tokens,
             centroids,
             stretch,
+            ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
             BT=BLOCK_TOKENS,
@@ -87,6 +91,77 @@ def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor
         )
     total, members = sums.sum(0), counts.sum(0).unsqueeze(-1)
     return torch.where(members > 0, total / members.clamp(min=1), fallback)
+
+
+def lloyd(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
+    """One iteration with at most 16 centroids, tokens read once: new centroids float32.
+
+    Arguments as of ``nearest_one``; a centroid without tokens stays as it is.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, heads, tokens, size = x.shape
+    centroids = table.shape[2]
+    stretch = triton.cdiv(triton.cdiv(tokens, FEW_STRETCHES), BLOCK_TOKENS) * BLOCK_TOKENS
+    count = triton.cdiv(tokens, stretch)
+    sums = torch.empty(count, batch, heads, centroids, size, device=x.device)
+    members = torch.empty(count, batch, heads, centroids, 1, device=x.device)
+    with on_device(x.device):
+        _lloyd[(count, batch * heads)](
+            x,
+            *x.stride()[:3],
+            origin.contiguous(),
+            table.contiguous(),
+            (table.square().sum(-1) / 2).contiguous(),
+            sums,
+            members,
+            heads,
+            tokens,
+            centroids,
+            stretch,
+            ALIGN=row_alignment(x),
+            D=size,
+            BD=max(16, triton.next_power_of_2(size)),
+            BT=BLOCK_TOKENS,
+            BK=16,
+            PRECISION=_precision(x),
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+    total, seen = sums.sum(0), members.sum(0)
+    return torch.where(seen > 0, total / seen.clamp(min=1), table)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _lloyd(
+    x, x_b, x_h, x_t, origin, table, half_norms, sums, members, heads, tokens, centroids, stretch,
+    ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    number = tl.arange(0, BK)
+    there = number < centroids
+    channel = tl.arange(0, BD)
+    place = (head * centroids + number)[None, :] * D + channel[:, None]
+    rows = tl.load(table + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
+    half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
+    total = tl.zeros([BK, BD], tl.float32)
+    seen = tl.zeros([BK], tl.float32)
+    begin = tl.program_id(0) * stretch
+    for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
+        token = first + tl.arange(0, BT)
+        live = token < tokens
+        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
+        distance = half[None, :] - tl.dot(block, rows, input_precision=PRECISION)
+        smallest = tl.min(distance, 1)
+        label = tl.min(tl.where(distance == smallest[:, None], number[None, :], BK), 1)
+        belongs = ((number[:, None] == label[None, :]) & live[None, :]).to(tl.float32)
+        total = tl.dot(belongs, block, acc=total, input_precision=PRECISION)
+        seen += tl.sum(belongs, 1)
+    line = (tl.program_id(0) * tl.num_programs(1) + head) * centroids + number
+    tl.store(members + line, seen, mask=there)
+    target = sums + line[:, None] * D + channel[None, :]
+    tl.store(target, total, mask=there[:, None] & (channel < D)[None, :])
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -102,6 +177,7 @@ def _assign(
     heads,
     tokens,
     centroids,
+    ALIGN: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -112,7 +188,7 @@ def _assign(
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     live = token < tokens
     channel = tl.arange(0, BD)
-    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
     best = tl.full([BT], float("inf"), tl.float32)
     label = tl.zeros([BT], tl.int32)
     for first in range(0, centroids, BK):
@@ -144,6 +220,7 @@ def _sum(
     tokens,
     centroids,
     stretch,
+    ALIGN: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -159,7 +236,7 @@ def _sum(
     for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
         token = first + tl.arange(0, BT)
         live = token < tokens
-        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
         label = tl.load(labels + head * tokens + token, mask=live, other=0).to(tl.int32)
         mine = (number[:, None] == label[None, :]) & live[None, :]
         belongs = mine.to(tl.float32)
@@ -173,10 +250,13 @@ def _sum(
 
 
 @triton.jit
-def _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D: tl.constexpr):
+def _tokens(
+    x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
     """Float32 tokens less their mean; 0 outside."""
     inside = live[:, None] & (channel < D)[None, :]
-    base = (head // heads) * x_b + (head % heads) * x_h
+    base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
     place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
@@ -216,6 +296,7 @@ def choose_by_range(
             heads,
             tokens,
             centroids,
+            ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
             BT=32,
@@ -244,6 +325,7 @@ def _choose(
     heads,
     tokens,
     centroids,
+    ALIGN: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -257,7 +339,7 @@ def _choose(
     channel = tl.arange(0, BD)
     number = tl.arange(0, BK)
     there = number < centroids
-    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D)
+    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
     eye = tl.load(lens + head * D + channel, mask=channel < D, other=0.0)
     view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
     place = (head * centroids + number)[None, :] * D + channel[:, None]

@@ -10,38 +10,40 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from videokv.kernels.attend.tiles import padded
+from videokv.kernels.attend_packed import triton_unbiased
 from videokv.kernels.attend_packed.call import PackedCall
+from videokv.kernels.attend_packed.splits import BLOCK_TOKENS, LOG2_E, columns, stretch_of
 from videokv.kernels.blocks import (
     ZERO_CODES,
     as_bytes,
+    centres_block,
     centroids_block,
     dequantize_block,
+    reach_of,
+    step_kind,
     whole_groups,
 )
 from videokv.kernels.gpu import on_device, products
 from videokv.kernels.pack_codes import packed_length
-from videokv.kernels.quantize_groups.layout import reach
 from videokv.kernels.reconstruct.parts import Parts
 
-BLOCK_TOKENS = 64
-PROGRAMS = 512  # enough to fill a large GPU; more would only be merged again
-_LOG2_E = 1.4426950408889634
 _COUNTS = ["tokens", "stretch", "k_groups", "v_groups", "k_centroids", "v_centroids"]
 
 
 def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
     """See the package."""
+    if triton_unbiased.serves(call):
+        return triton_unbiased.attend_packed(call)
     batch, heads, queries, size = call.query.shape
     kv_heads, tokens = call.keys.shape[1:3]
     query = call.query
     if call.keys.rotation is not None:
         query = call.keys.rotation.apply(query.float()).to(query.dtype)
     rows, value_dim = call.rows, call.values.head_dim
-    extra_query, extra_keys = _columns(call)
-    stretch = _stretch(tokens, batch * kv_heads)
+    extra_query, extra_keys = columns(call)
+    stretch = stretch_of(tokens, batch * kv_heads)
     splits = triton.cdiv(tokens, stretch)
     parts = torch.empty(splits, batch * kv_heads, rows, value_dim, device=query.device)
     lses = torch.empty(splits, batch * kv_heads, rows, device=query.device)
@@ -55,7 +57,7 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
             *v.tensors,
             parts,
             lses,
-            call.scale * _LOG2_E,
+            call.scale * LOG2_E,
             tokens,
             stretch,
             **k.options("K"),
@@ -82,26 +84,20 @@ def _merged(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return (parts * (lses - lse).exp().unsqueeze(-1)).sum(0), lse
 
 
-def _stretch(tokens: int, heads: int) -> int:
-    """Tokens of a program: whole blocks, the same for lengths near one another."""
-    splits = max(1, min(triton.cdiv(tokens, BLOCK_TOKENS), PROGRAMS // heads))
-    return triton.cdiv(triton.cdiv(tokens, splits), BLOCK_TOKENS) * BLOCK_TOKENS
-
-
 class _side:
     """Arguments of keys or values."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        stage = parts.stages[0] if parts.stages else None
+        ids, table = _centroids(parts)
         self.tensors = [
             parts.codes.contiguous(),
             as_bytes(parts.steps.contiguous()),
             None if parts.scale is None else parts.scale.contiguous(),
             None if parts.zeros is None else parts.zeros.contiguous(),
-            None if stage is None else stage.ids.contiguous(),
-            None if stage is None else stage.table.contiguous(),
-            1 if stage is None else stage.table.shape[2],
+            ids,
+            table,
+            1 if table is None else table.shape[2],
             parts.steps.shape[2],
         ]
 
@@ -113,28 +109,27 @@ class _side:
             "D": parts.head_dim,
             "BD": block,
             "BITS": parts.bits,
-            "REACH": reach(parts.bits),
+            "REACH": reach_of(parts),
             "BYTES": packed_length(parts.head_dim, bits=parts.bits),
             "GROUP": parts.group_size,
             "TOKEN": parts.axis == "token",
             "WHOLE": whole_groups(parts, block),
             "ZERO": ZERO_CODES[parts.zero],
-            "E4M3": parts.steps.dtype == torch.float8_e4m3fn,
+            "STEP": step_kind(parts),
+            "LABEL": 0 if parts.centres is None else parts.centres.label_bits,
         }
         return {f"{prefix}_{name}": value for name, value in constants.items()}
 
 
-def _columns(call: PackedCall) -> tuple[Tensor | None, Tensor | None]:
-    if call.extra_query is None or call.extra_keys is None:
+def _centroids(parts: Parts) -> tuple[Tensor | None, Tensor | None]:
+    """Labels, and a table in the coordinates in which the codes are."""
+    if parts.centres is not None:
+        assert parts.rotation is not None
+        table = parts.rotation.apply(parts.centres.real_table())
+        return parts.centres.ids.contiguous(), table
+    if not parts.stages:
         return None, None
-    missing = padded(call.columns) - call.columns
-    dtype = torch.float32 if call.query.dtype == torch.float32 else torch.float16
-    # FP16: the largest weight of a column becomes 1, so that small ones stay normal numbers.
-    peak = call.extra_keys.abs().amax(2, keepdim=True).clamp(min=1e-30)
-    repeats = call.query.shape[1] // call.keys.shape[1]
-    pair = (call.extra_query * peak.repeat_interleave(repeats, 1), call.extra_keys / peak)
-    extra_query, extra_keys = (pad(x, (0, missing)).to(dtype).contiguous() for x in pair)
-    return extra_query, extra_keys
+    return parts.stages[0].ids.contiguous(), parts.stages[0].table.contiguous()
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -145,10 +140,10 @@ def _kernel(
     parts, lses, scale, tokens, stretch,
     K_D: tl.constexpr, K_BD: tl.constexpr, K_BITS: tl.constexpr, K_REACH: tl.constexpr,
     K_BYTES: tl.constexpr, K_GROUP: tl.constexpr, K_TOKEN: tl.constexpr, K_WHOLE: tl.constexpr,
-    K_ZERO: tl.constexpr, K_E4M3: tl.constexpr,
+    K_ZERO: tl.constexpr, K_STEP: tl.constexpr, K_LABEL: tl.constexpr,
     V_D: tl.constexpr, V_BD: tl.constexpr, V_BITS: tl.constexpr, V_REACH: tl.constexpr,
     V_BYTES: tl.constexpr, V_GROUP: tl.constexpr, V_TOKEN: tl.constexpr, V_WHOLE: tl.constexpr,
-    V_ZERO: tl.constexpr, V_E4M3: tl.constexpr,
+    V_ZERO: tl.constexpr, V_STEP: tl.constexpr, V_LABEL: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -175,9 +170,13 @@ def _kernel(
         line = head * tokens + token
         keys = dequantize_block(
             k_codes, k_steps, k_scale, k_zeros, head, token, live, tokens, k_groups,
-            K_D, K_BD, BN, K_BITS, K_REACH, K_BYTES, K_GROUP, K_TOKEN, K_WHOLE, K_ZERO, K_E4M3,
+            K_D, K_BD, BN, K_BITS, K_REACH, K_BYTES, K_GROUP, K_TOKEN, K_WHOLE, K_ZERO, K_STEP,
         )  # fmt: skip
-        if k_table is not None:
+        if K_LABEL > 0:
+            keys += centres_block(
+                k_ids, k_table, k_centroids, head, token, live, tokens, k_channel, K_D, K_LABEL
+            )
+        elif k_table is not None:
             inside = live[:, None] & (k_channel < K_D)[None, :]
             keys += centroids_block(
                 k_ids, k_table, k_centroids, head, line, live, inside, k_channel, K_D
@@ -194,9 +193,13 @@ def _kernel(
         total = total * shrink + tl.sum(shares, 1)
         values = dequantize_block(
             v_codes, v_steps, v_scale, v_zeros, head, token, live, tokens, v_groups,
-            V_D, V_BD, BN, V_BITS, V_REACH, V_BYTES, V_GROUP, V_TOKEN, V_WHOLE, V_ZERO, V_E4M3,
+            V_D, V_BD, BN, V_BITS, V_REACH, V_BYTES, V_GROUP, V_TOKEN, V_WHOLE, V_ZERO, V_STEP,
         )  # fmt: skip
-        if v_table is not None:
+        if V_LABEL > 0:
+            values += centres_block(
+                v_ids, v_table, v_centroids, head, token, live, tokens, v_channel, V_D, V_LABEL
+            )
+        elif v_table is not None:
             inside = live[:, None] & (v_channel < V_D)[None, :]
             values += centroids_block(
                 v_ids, v_table, v_centroids, head, line, live, inside, v_channel, V_D

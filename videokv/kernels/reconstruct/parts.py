@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
+from videokv.kernels.quantize_unbiased.layout import Centres
 from videokv.rotation import Rotation
 from videokv.tensors import E4M3, map_tensors
 
@@ -18,7 +19,7 @@ MAX_RANK = 64
 MAX_HEAD_DIM = 256
 STEP_DTYPES = (E4M3, torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 
-Zero = Literal["none", "offset", "integer", "packed"]
+Zero = Literal["none", "offset", "integer", "packed", "centred"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +60,12 @@ class Parts:
     steps: ``[B, H, T, G]`` (axis token) or ``[B, H, groups, D]`` (channel); times scale
         ``[B, H, 1, 1]`` where there is one.
     zero: ``none``: codes are symmetric; ``offset``: zeros are added; ``integer``: zeros are the
-        codes of zero, and the value itself where a step is 0; ``packed``: 2-bit codes of zero.
-    stages: centroids that are added. rotation: undone after that. low_rank: added last.
+        codes of zero, and the value itself where a step is 0; ``packed``: 2-bit codes of zero;
+        ``centred``: codes are symmetric around (2^bits - 1) / 2.
+    stages: centroids that are added. rotation: undone after that. centres: few centroids beside
+        zero, added after that. low_rank: added last.
+    log_steps: steps are logarithmic codes of ``quantize_unbiased``; centred zeros, centres, a
+        rotation and log_steps come together.
     """
 
     codes: Tensor
@@ -76,6 +81,19 @@ class Parts:
     stages: tuple[Clusters, ...] = ()
     rotation: Rotation | None = None
     low_rank: LowRank | None = None
+    centres: Centres | None = None
+    log_steps: bool = False
+
+    def __post_init__(self) -> None:
+        together = {self.zero == "centred", self.centres is not None, self.log_steps}
+        rotated = self.rotation is not None and self.scale is not None and not self.stages
+        if len(together) > 1 or (self.log_steps and not rotated):
+            raise ValueError(
+                "centred zeros, centres, logarithmic steps with their scale and a rotation come "
+                f"together and without stages, got zero={self.zero!r}, "
+                f"centres={type(self.centres).__name__}, log_steps={self.log_steps}, "
+                f"rotation={self.rotation}, {len(self.stages)} stages"
+            )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -128,6 +146,7 @@ class Parts:
             len(self.stages),
             self.rotation is not None,
             0 if self.low_rank is None else self.low_rank.codes.shape[3],
+            0 if self.centres is None else self.centres.label_bits,
         )
 
     def corner(self, size: int) -> Parts:

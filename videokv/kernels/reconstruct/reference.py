@@ -7,6 +7,7 @@ from torch import Tensor
 
 from videokv.kernels.pack_codes import unpack
 from videokv.kernels.quantize_groups.layout import reach
+from videokv.kernels.quantize_unbiased.layout import half_range, real_steps
 from videokv.kernels.reconstruct.parts import LowRank, Parts
 from videokv.tensors import E4M3, E4M3_MAX
 
@@ -20,6 +21,8 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
         values += clusters.gather()
     if parts.rotation is not None:
         values = parts.rotation.invert(values)
+    if parts.centres is not None:
+        values += parts.centres.gather()
     if parts.low_rank is not None:
         values = _repaired(values, parts.low_rank.dense(parts.tokens))
     if factor is not None:
@@ -31,10 +34,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
 def _codes_times_steps(parts: Parts) -> Tensor:
     """Float32 ``[B, H, T, D]``."""
     batch, heads, tokens, size = parts.shape
-    step = parts.steps.float()
-    if parts.scale is not None:
-        step = step * parts.scale.float()
-    step = _each(step, parts)
+    step = _each(_steps(parts), parts)
     if parts.zero == "packed":
         groups = size // parts.group_size
         assert parts.zeros is not None
@@ -43,12 +43,23 @@ def _codes_times_steps(parts: Parts) -> Tensor:
         zeros = _each(zeros.view(batch, heads, tokens, groups).float(), parts)
         return (codes.view(parts.shape).float() - zeros) * step
     codes = unpack(parts.codes, bits=parts.bits, count=size).float()
+    if parts.zero == "centred":
+        return (codes - half_range(parts.bits)) * step
     if parts.zeros is None:
         return codes * step + step * -reach(parts.bits)
     zeros = _each(parts.zeros.float(), parts)
     if parts.zero == "integer":
         zeros = torch.where(step > 0, zeros * -step, zeros)
     return codes * step + zeros
+
+
+def _steps(parts: Parts) -> Tensor:
+    """Delta of each group in float32."""
+    if parts.log_steps:
+        assert parts.scale is not None
+        return real_steps(parts.steps, parts.scale)
+    step = parts.steps.float()
+    return step if parts.scale is None else step * parts.scale.float()
 
 
 def _each(numbers: Tensor, parts: Parts) -> Tensor:

@@ -21,12 +21,16 @@ from videokv.kernels.blocks import (
     as_bytes,
     centroids_block,
     dequantize_block,
+    low_rank_block,
+    reach_of,
+    row_alignment,
+    step_kind,
+    store_block,
     whole_groups,
 )
 from videokv.kernels.gpu import on_device, products
-from videokv.kernels.numbers import encode_e4m3
 from videokv.kernels.pack_codes import packed_length
-from videokv.kernels.quantize_groups.layout import reach
+from videokv.kernels.reconstruct import triton_unbiased
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.rotation import signs
 from videokv.tensors import E4M3
@@ -37,6 +41,9 @@ _COUNTS = ["heads", "tokens", "time_groups", "out_b", "out_h", "size0", "size1",
 
 def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
     """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
+    if parts.centres is not None:
+        triton_unbiased.reconstruct(parts, out, factor=factor)
+        return
     batch, heads, tokens, size = parts.shape
     block = max(16, triton.next_power_of_2(size))
     rows = max(16, min(128, BLOCK_ELEMENTS // block))
@@ -47,7 +54,6 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
     if parts.rotation is not None:
         kind = torch.float32 if wide else torch.float16
         matrix = signs(parts.rotation, device=out.device, dtype=kind)
-    e4m3 = out.dtype == E4M3
     with on_device(out.device):
         _kernel[(triton.cdiv(tokens, rows), batch * heads)](
             as_bytes(out),
@@ -70,20 +76,20 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             BD=block,
             BT=rows,
             BITS=parts.bits,
-            REACH=reach(parts.bits),
+            REACH=reach_of(parts),
             ROW_BYTES=packed_length(size, bits=parts.bits),
             GROUP=parts.group_size,
             BY_TOKEN=parts.axis == "token",
             WHOLE_GROUPS=whole_groups(parts, block),
             ZERO=ZERO_CODES[parts.zero],
-            STEP_BYTES=parts.steps.dtype == E4M3,
+            STEP_KIND=step_kind(parts),
             STAGES=len(parts.stages),
             RANK=rank,
             BR=max(16, triton.next_power_of_2(max(1, rank))),
             WIDE=wide,
             PRECISION=products(out.dtype, out.device),
-            AS_BYTES=e4m3,
-            ALIGN=_alignment(out),
+            AS_BYTES=out.dtype == E4M3,
+            ALIGN=row_alignment(out),
             num_warps=8 if parts.rotation is not None else 4,
             enable_fp_fusion=False,  # the same roundings as the reference
         )
@@ -131,7 +137,7 @@ def _kernel(
     BY_TOKEN: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
     ZERO: tl.constexpr,
-    STEP_BYTES: tl.constexpr,
+    STEP_KIND: tl.constexpr,
     STAGES: tl.constexpr,
     RANK: tl.constexpr,
     BR: tl.constexpr,
@@ -149,7 +155,7 @@ def _kernel(
 
     values = dequantize_block(
         packed, steps, scale, zeros, head, token, live, tokens, time_groups,
-        D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_BYTES,
+        D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND,
     )  # fmt: skip
 
     if STAGES > 0:
@@ -173,29 +179,16 @@ def _kernel(
             values = tl.dot(halves, turn) * (largest * matrix_scale)[:, None]
 
     if RANK > 0:
-        rank = tl.arange(0, BR)
-        some = live[:, None] & (rank < RANK)[None, :]
-        small = tl.load(low_codes + row[:, None] * RANK + rank[None, :], mask=some, other=0)
-        across = basis + head * D * RANK + channel[None, :] * RANK + rank[:, None]
-        span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
-        weight = tl.load(low_scales + row, mask=live, other=0).to(tl.float32)
-        if WIDE:
-            added = tl.dot(small.to(tl.float32), span.to(tl.float32), input_precision=PRECISION)
-        else:
-            added = tl.dot(small.to(tl.float16), span.to(tl.float32).to(tl.float16))
-        values += added * weight[:, None]
+        values += low_rank_block(
+            low_codes, low_scales, basis, head, row, live, channel, D, RANK, BR, WIDE, PRECISION
+        )
 
     if factor is not None:
         values = values * tl.load(factor + head)
     base = (head // heads) * out_b + (head % heads) * out_h
     base = tl.multiple_of(base, ALIGN)
     target = out + base + token[:, None].to(tl.int64) * out_t + channel[None, :] * out_d
-    if AS_BYTES:
-        tl.store(target, encode_e4m3(values), mask=inside)
-    else:
-        if out.dtype.element_ty == tl.float16:
-            values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
-        tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+    store_block(target, values, inside, AS_BYTES)
 
 
 def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:
@@ -203,12 +196,6 @@ def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:
     for stage in parts.stages:
         arguments += [stage.ids.contiguous(), stage.table.contiguous(), stage.table.shape[2]]
     return arguments + [None, None, 1] * (4 - len(parts.stages))
-
-
-def _alignment(out: Tensor) -> int:
-    """What all rows' addresses are multiples of, in elements (at most 16)."""
-    steps = [out.stride(axis) for axis in (0, 1) if out.shape[axis] > 1]
-    return math.gcd(16, *steps)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

@@ -1,0 +1,174 @@
+"""The Triton kernel for unbiased codes: products of codes that are exact, one write of the rows.
+
+    x^ = (H^T c) Delta + E mu
+
+With one step a token (the default up to 128 channels) Delta is applied after the rotation: its
+operands are small odd numbers and signs, exact in FP16, and their sums are exact in float32. (Heads
+that are no power of two have a rounded matrix, several steps a token rounded ratios: 2^-12.) The
+centroids are a product too, of the labels' indicator E with the table, which E4M3 makes exact.
+
+A program stays with one head and walks over blocks of tokens, so the matrix (32 KiB at 128
+channels, as much as two blocks of output) is fetched once a stretch. Codes come in whole words:
+3-bit codes as three 32-bit words of 32 codes where rows are made of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from videokv.kernels.blocks import (
+    as_bytes,
+    code_words,
+    in_words,
+    labels_block,
+    low_rank_block,
+    odd_block,
+    row_alignment,
+    store_block,
+)
+from videokv.kernels.gpu import on_device, products
+from videokv.kernels.numbers import e4m3_halves, exp2_codes
+from videokv.kernels.pack_codes import packed_length
+from videokv.kernels.reconstruct.parts import Parts
+from videokv.rotation import signs
+from videokv.tensors import E4M3
+
+BLOCK_ELEMENTS = 8192  # of one step of a program: 64 tokens of 128 channels
+PROGRAMS = 1056  # eight for each of 132 multiprocessors; more would only fetch the matrix again
+LONGEST = 8  # blocks of a stretch
+CENTRES = 16  # rows of the padded table
+_COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres"]
+
+
+def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+    """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
+    centres, rotation = parts.centres, parts.rotation
+    assert centres is not None and rotation is not None and parts.scale is not None
+    batch, heads, tokens, size = parts.shape
+    block = max(16, triton.next_power_of_2(size))
+    rows = max(16, min(128, BLOCK_ELEMENTS // block))
+    wide = out.dtype == torch.float32
+    matrix = signs(rotation, device=out.device, dtype=torch.float32 if wide else torch.float16)
+    low = None if parts.low_rank is None else parts.low_rank.dense(tokens)
+    rank = 0 if low is None else low.codes.shape[3]
+    stretch = _stretch(triton.cdiv(tokens, rows), batch * heads) * rows
+    with on_device(out.device):
+        _kernel[(triton.cdiv(tokens, stretch), batch * heads)](
+            as_bytes(out),
+            *out.stride(),
+            heads,
+            tokens,
+            stretch,
+            code_words(parts),
+            parts.steps.contiguous(),
+            parts.scale.contiguous(),
+            centres.ids.contiguous(),
+            as_bytes(centres.table.contiguous()),
+            centres.scale.contiguous(),
+            centres.table.shape[2],
+            None if factor is None else factor.contiguous(),
+            None if low is None else low.codes.contiguous(),
+            None if low is None else low.scales.contiguous(),
+            None if low is None else low.basis.contiguous(),
+            matrix,
+            0.5 / math.sqrt(size),  # codes are doubled
+            D=size,
+            BD=block,
+            BT=rows,
+            BC=CENTRES,
+            BITS=parts.bits,
+            WORDS=in_words(parts),
+            ROW_BYTES=packed_length(size, bits=parts.bits),
+            GROUP=parts.group_size,
+            LABEL_BITS=centres.label_bits,
+            RANK=rank,
+            BR=max(16, triton.next_power_of_2(max(1, rank))),
+            WIDE=wide,
+            PRECISION=products(out.dtype, out.device),
+            AS_BYTES=out.dtype == E4M3,
+            ALIGN=row_alignment(out),
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+
+
+def _stretch(blocks: int, heads: int) -> int:
+    """Blocks of tokens of a program."""
+    return max(1, min(LONGEST, blocks * heads // PROGRAMS))
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    out, out_b, out_h, out_t, out_d, heads, tokens, stretch,
+    packed, steps, scale, ids, table, table_scale, centres, factor,
+    low_codes, low_scales, basis, matrix, matrix_scale,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BITS: tl.constexpr,
+    WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
+    RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    AS_BYTES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    channel = tl.arange(0, BD)
+    used = channel < D
+    square = matrix + channel[:, None] * D + channel[None, :]
+    turn = tl.load(square, mask=used[:, None] & used[None, :], other=0)
+    number = tl.arange(0, BC)
+    place = table + (head * centres + number)[:, None] * D + channel[None, :]
+    stored = tl.load(place, mask=(number < centres)[:, None] & used[None, :], other=0)
+    means = e4m3_halves(stored)
+    if WIDE:
+        means = means.to(tl.float32)
+    mean_scale = tl.load(table_scale + head)
+    step_scale = tl.load(scale + head) * matrix_scale
+    base = tl.multiple_of((head // heads) * out_b + (head % heads) * out_h, ALIGN)
+    begin = tl.program_id(0) * stretch
+    for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
+        token = first + tl.arange(0, BT)
+        live = token < tokens
+        row = head * tokens + token
+        codes = odd_block(packed, row, live, ROW_BYTES, BITS, BD, WORDS)
+        values, step = _operands(codes, steps, row, live, D, BD, GROUP, WIDE)
+        values = tl.dot(values, turn, input_precision=PRECISION) * (step * step_scale)[:, None]
+        label = labels_block(ids, head, token, live, tokens, LABEL_BITS)
+        own = (label[:, None] == (number + 1)[None, :]).to(means.dtype)
+        values += tl.dot(own, means, input_precision=PRECISION) * mean_scale
+        if RANK > 0:
+            values += low_rank_block(
+                low_codes, low_scales, basis, head, row, live, channel,
+                D, RANK, BR, WIDE, PRECISION,
+            )  # fmt: skip
+        if factor is not None:
+            values = values * tl.load(factor + head)
+        target = out + base + token[:, None].to(tl.int64) * out_t + channel[None, :] * out_d
+        store_block(target, values, live[:, None] & used[None, :], AS_BYTES)
+
+
+@triton.jit
+def _operands(
+    values, steps, row, live, D: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Operands of the rotation [BT, BD], and the step of each token without the head's scale.
+
+    With several steps a token the operands hold their ratio to the largest.
+    """
+    groups: tl.constexpr = D // GROUP
+    if WIDE:
+        values = values.to(tl.float32)
+    if groups == 1:
+        step = exp2_codes(tl.load(steps + row, mask=live, other=255))
+    else:
+        group = tl.arange(0, BD) // GROUP
+        there = live[:, None] & (group < groups)[None, :]
+        byte = tl.load(steps + row[:, None] * groups + group[None, :], mask=there, other=255)
+        each = exp2_codes(byte)
+        step = tl.max(each, 1)
+        ratio = each * (1.0 / tl.where(step > 0, step, 1.0))[:, None]
+        values = (values.to(tl.float32) * ratio).to(values.dtype)
+    return values, step
