@@ -12,6 +12,7 @@ from torch import Tensor
 
 from videokv.cache.chunks import sliced
 from videokv.cache.few import MOST_PACKED_QUERIES, packed_parts
+from videokv.cache.graphs import outside_graphs
 from videokv.cache.layer import Coding, LayerCache, LayerState
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
 from videokv.cache.memory import Memory, measured
@@ -52,12 +53,17 @@ class CacheRecipe(Protocol):
         ...
 
 
+@outside_graphs(
+    *("write", "commit", "attend", "view", "keep", "forget", "crop", "reset", "select_batch", "to"),
+    *("restore", "held_tokens", "memory", "mass", "masses", "length", "visible_tokens"),
+)
 class KVCache:
     """Keys and values of all layers in the recipe's format.
 
     A pass through the model calls ``attend`` in each layer; a clean pass calls ``write`` before it,
     and ``commit`` after the last layer. Nothing is committed before that: what is written again
-    over the same rows replaces them.
+    over the same rows replaces them. Inside ``torch.compile`` every call here is a graph break (see
+    ``graphs.py``).
 
     Args:
         recipe: quantizers, correction, policy and attention (``videokv.recipe(name)``).
@@ -476,6 +482,11 @@ class KVCache:
         scale: float,
         causal: bool,
     ) -> None:
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"layer {held.index}: replays of a CUDA graph would not be counted in the recorded "
+                "mass; capture with record_mass=False"
+            )
         with torch.no_grad():
             _, lse = self.recipe.attend(query, [current], scale=scale, causal=causal, need_lse=True)
             assert lse is not None
