@@ -61,6 +61,7 @@ def _cases() -> dict:
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.quantize_two_level import triton as two_level
+    from videokv.kernels.reconstruct import Rope
     from videokv.rotation import Rotation
     from videokv.tensors import GroupFormat
 
@@ -74,10 +75,14 @@ def _cases() -> dict:
     weights = torch.ones(1, 2, 128)
     spans = torch.ones(1, 2, 1, 1)
 
-    def decode(name: str) -> None:
+    def decode(name: str, *, interleaved: bool | None = None) -> None:
         chunk = reconstruction.encoded(name)
+        rope = None
+        if interleaved is not None:
+            table = torch.ones(chunk.shape[2], chunk.shape[3] // 2)
+            rope = Rope(table, table, interleaved)
         reconstruction.kernel.reconstruct(
-            chunk.parts(), torch.empty(chunk.shape, dtype=bf16), factor=None
+            chunk.parts(), torch.empty(chunk.shape, dtype=bf16), factor=None, rope=rope
         )
 
     tile = Tile(64, 64, 4, 2)
@@ -86,6 +91,8 @@ def _cases() -> dict:
         "reconstruct rtn": partial(decode, "rtn2"),
         "reconstruct psac-rotated": partial(decode, "psac-rotated"),
         "reconstruct quantwm": partial(decode, "quantwm"),
+        "reconstruct and turn pairs": partial(decode, "quantwm", interleaved=True),
+        "reconstruct and turn halves": partial(decode, "rtn2-odd", interleaved=False),
         "attend": partial(attention.kernel.attend, call, tile=tile),
         "attend fp8": partial(attention.kernel.attend, fp8, tile=tile),
         "attend_packed": lambda: packed.kernel.attend_packed(packed.make_call("rtn", dtype=bf16)),

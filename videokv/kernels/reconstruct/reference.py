@@ -8,12 +8,15 @@ from torch import Tensor
 from videokv.kernels.pack_codes import unpack
 from videokv.kernels.quantize_groups.layout import reach
 from videokv.kernels.reconstruct.parts import LowRank, Parts
+from videokv.kernels.reconstruct.rope import Rope
 from videokv.tensors import E4M3, E4M3_MAX
 
 HALF_MAX = 65504.0
 
 
-def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+def reconstruct(
+    parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope | None = None
+) -> None:
     """See the package; ``out`` is ``[B, H, T, D]``."""
     values = _codes_times_steps(parts)
     for clusters in parts.stages:
@@ -22,6 +25,8 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
         values = parts.rotation.invert(values)
     if parts.low_rank is not None:
         values = _repaired(values, parts.low_rank.dense(parts.tokens))
+    if rope is not None:
+        values = rope.turn(values)
     if factor is not None:
         values = values * factor
     limit = {torch.float16: HALF_MAX, E4M3: E4M3_MAX}.get(out.dtype)

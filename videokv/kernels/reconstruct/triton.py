@@ -28,14 +28,19 @@ from videokv.kernels.numbers import encode_e4m3
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_groups.layout import reach
 from videokv.kernels.reconstruct.parts import Parts
+from videokv.kernels.reconstruct.rope import Rope
+from videokv.kernels.reconstruct.rope_block import turned_block
 from videokv.rotation import signs
 from videokv.tensors import E4M3
 
 BLOCK_ELEMENTS = 8192  # of one program: 64 tokens of 128 channels
 _COUNTS = ["heads", "tokens", "time_groups", "out_b", "out_h", "size0", "size1", "size2", "size3"]
+_COUNTS += ["rope_rows"]
 
 
-def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+def reconstruct(
+    parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope | None = None
+) -> None:
     """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
     batch, heads, tokens, size = parts.shape
     block = max(16, triton.next_power_of_2(size))
@@ -66,6 +71,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             None if low is None else low.basis.contiguous(),
             matrix,
             1.0 / math.sqrt(size),
+            *_rope_arguments(rope, tokens),
             D=size,
             BD=block,
             BT=rows,
@@ -83,6 +89,8 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             WIDE=wide,
             PRECISION=products(out.dtype, out.device),
             AS_BYTES=e4m3,
+            INTERLEAVED=rope is not None and rope.interleaved,
+            PAIRS=0 if rope is None else rope.pairs,
             ALIGN=_alignment(out),
             num_warps=8 if parts.rotation is not None else 4,
             enable_fp_fusion=False,  # the same roundings as the reference
@@ -121,6 +129,9 @@ def _kernel(
     basis,
     matrix,
     matrix_scale,
+    cos,
+    sin,
+    rope_rows,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -138,6 +149,8 @@ def _kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     AS_BYTES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
@@ -185,6 +198,10 @@ def _kernel(
             added = tl.dot(small.to(tl.float16), span.to(tl.float32).to(tl.float16))
         values += added * weight[:, None]
 
+    if PAIRS > 0:
+        first = (head // heads) * rope_rows
+        values = turned_block(values, cos, sin, first, token, live, INTERLEAVED, PAIRS, BT, BD)
+
     if factor is not None:
         values = values * tl.load(factor + head)
     base = (head // heads) * out_b + (head % heads) * out_h
@@ -203,6 +220,13 @@ def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:
     for stage in parts.stages:
         arguments += [stage.ids.contiguous(), stage.table.contiguous(), stage.table.shape[2]]
     return arguments + [None, None, 1] * (4 - len(parts.stages))
+
+
+def _rope_arguments(rope: Rope | None, tokens: int) -> list[Tensor | int | None]:
+    """Tables, and how far apart those of two batch rows are (0: one for all)."""
+    if rope is None:
+        return [None, None, 0]
+    return [_whole(rope.cos), _whole(rope.sin), tokens if rope.cos.ndim == 3 else 0]
 
 
 def _alignment(out: Tensor) -> int:
