@@ -63,7 +63,7 @@ def _cases() -> dict:
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
     from videokv.rotation import Rotation
-    from videokv.tensors import GroupFormat
+    from videokv.tensors import E4M3, GroupFormat
 
     bf16 = torch.bfloat16
     call = attention.make_call(bf16, size=128, value=128)
@@ -85,12 +85,20 @@ def _cases() -> dict:
             chunk.parts(), torch.empty(chunk.shape, dtype=bf16), factor=None, rope=rope
         )
 
+    def decode_narrow() -> None:
+        chunk = reconstruction.encoded("quantwm")
+        batch, heads, tokens, size = chunk.shape
+        turned = torch.empty(batch, heads, size, 64, dtype=E4M3).mT[:, :, :tokens]
+        factor = torch.ones(batch, heads, 1, 1)
+        reconstruction.kernel.reconstruct(chunk.parts(), turned, factor=factor)
+
     tile = Tile(64, 64, 4, 2)
     quantize = partial(groups.kernel.quantize, x)
     return {
         "reconstruct rtn": partial(decode, "rtn2"),
         "reconstruct psac-rotated": partial(decode, "psac-rotated"),
         "reconstruct quantwm": partial(decode, "quantwm"),
+        "reconstruct to E4M3, tokens side by side": decode_narrow,
         "reconstruct and turn pairs": partial(decode, "quantwm", interleaved=True),
         "reconstruct and turn halves": partial(decode, "rtn2-odd", interleaved=False),
         "attend": partial(attention.kernel.attend, call, tile=tile),

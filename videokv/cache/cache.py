@@ -21,6 +21,8 @@ from videokv.cache.rows import worth_gathering
 from videokv.cache.workspace import Workspace
 from videokv.protocols import Correction, Quantizer, Segment
 
+NARROW_BACKEND = "triton-fp8"  # reads cached rows in E4M3
+
 
 class CacheRecipe(Protocol):
     """What a cache asks of a recipe (``videokv.Recipe`` is one)."""
@@ -426,7 +428,8 @@ class KVCache:
             if found is not None:
                 return found
         if self._workspace.budget_bytes is None and worth_gathering(query.device):
-            segments = held.gathered(current)
+            narrow = getattr(self.recipe, "backend", None) == NARROW_BACKEND
+            segments = held.gathered_narrow(current) if narrow else held.gathered(current)
             self._workspace.note_rows(held.index, segments[:-1])
             return self.recipe.attend(
                 query, segments, scale=scale, causal=causal, need_lse=self._record_mass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from videokv.cache.chunks import (
     sliced,
 )
 from videokv.cache.moment import QueryMoment, updated
+from videokv.cache.narrow import NarrowBuffer, peak
 from videokv.cache.policy import CachePolicy
 from videokv.cache.rows import SPARE_CHANNELS, RowBuffer
 from videokv.cache.select import selected
@@ -104,6 +106,7 @@ class LayerCache:
         self.state = LayerState()
         self.encode_calls = 0
         self.decode_calls = 0
+        self._peak_of: WeakKeyDictionary[Chunk | Rows, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
     @property
     def written_end(self) -> int:
@@ -243,31 +246,67 @@ class LayerCache:
 
     def gathered(self, current: Segment) -> list[Segment]:
         """Everything committed and the current rows, one after the other in one buffer."""
-        correction = self.coding.correction
-        spare = 0 if correction is None else SPARE_CHANNELS
+        spare = 0 if self.coding.correction is None else SPARE_CHANNELS
         tokens = self.visible_tokens + current.keys.shape[2]
         rows = RowBuffer(current, tokens=tokens, spare=spare)
-        found = []
-        for chunk in self.state.chunks:
-            noise: tuple = ()
-            if isinstance(chunk, PackedChunk):
+        found = [rows.add(*source) for source in self._sources()]
+        return [*found, rows.add(current.keys, current.values)]
+
+    def gathered_narrow(self, current: Segment) -> list[Segment]:
+        """Everything committed in one E4M3 buffer, and the current rows as they are."""
+        rows = NarrowBuffer(current, tokens=self.visible_tokens, peaks=self._peaks())
+        return [*(rows.add(*source) for source in self._sources()), current]
+
+    def _sources(self) -> Iterator[tuple[Packed | Tensor, Packed | Tensor, tuple]]:
+        """Keys, values and noise of all committed rows that may be read, in order."""
+        state, correction = self.state, self.coding.correction
+        for chunk in state.chunks:
+            if isinstance(chunk, PackedChunk) and chunk.start >= state.first:
                 self.decode_calls += len(chunk.sides())
+                noise: tuple = ()
                 if correction is not None and not isinstance(chunk.keys, Tensor):
                     noise = correction.noise(chunk.keys, chunk.factors)
-            found.append(rows.add(chunk.keys, chunk.values, noise))
-        if self.state.open is not None:
-            found.append(rows.add(self.state.open.keys, self.state.open.values))
-        found.append(rows.add(current.keys, current.values))
-        return found
+                yield chunk.keys, chunk.values, noise
+                continue
+            # Dense rows, or a packed chunk whose first rows were forgotten: the others are decoded.
+            if isinstance(chunk, PackedChunk):
+                whole = self._decoder(chunk)()
+            else:
+                whole = Segment(chunk.keys, chunk.values)
+            for _, part in self._remembered(chunk.start, whole):
+                yield part.keys, part.values, part.noise
+        if state.open is not None:
+            whole = Segment(state.open.keys, state.open.values)
+            for _, part in self._remembered(state.open.start, whole):
+                yield part.keys, part.values, ()
+
+    def _peaks(self) -> tuple[Tensor, Tensor]:
+        """The largest magnitudes ``[B, Hkv]`` of all committed keys and values."""
+        waiting = () if self.state.open is None else (self.state.open,)
+        held: tuple[Chunk | Rows, ...] = (*self.state.chunks, *waiting)
+        for part in held:
+            if part not in self._peak_of:  # looked at once: final rows do not change
+                assert self.state.layout is not None
+                dtype = self.state.layout.dtype
+                self.decode_calls += len(part.sides()) if isinstance(part, PackedChunk) else 0
+                self._peak_of[part] = (
+                    peak(decoded(part.keys, dtype)),
+                    peak(decoded(part.values, dtype)),
+                )
+        keys, values = zip(*(self._peak_of[part] for part in held), strict=True)
+        return torch.stack(keys).amax(0), torch.stack(values).amax(0)
 
     def packed_reads(self) -> list[tuple[Packed, Packed, tuple]] | None:
-        """Keys, values and noise of every packed chunk; None where one of them has a dense side."""
+        """Keys, values and noise of every packed chunk; None where one of them has a dense side, or
+        rows that were forgotten."""
         correction = self.coding.correction
         found = []
         for chunk in self.state.chunks:
             if not isinstance(chunk, PackedChunk):
                 continue
             if isinstance(chunk.keys, Tensor) or isinstance(chunk.values, Tensor):
+                return None
+            if chunk.start < self.state.first:
                 return None
             noise = () if correction is None else correction.noise(chunk.keys, chunk.factors)
             found.append((chunk.keys, chunk.values, noise))

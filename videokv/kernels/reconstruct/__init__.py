@@ -23,6 +23,7 @@ from videokv.kernels.gpu import (
 )
 from videokv.kernels.reconstruct import reference
 from videokv.kernels.reconstruct.parts import LowRank, Parts
+from videokv.kernels.reconstruct.reference import saturated
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.tensors import E4M3
 
@@ -36,6 +37,7 @@ __all__ = [
     "inner_parts",
     "kernel_refusal",
     "reconstruct",
+    "saturated",
 ]
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, E4M3)
@@ -99,20 +101,28 @@ def fused(chunk: Any, dtype: torch.dtype) -> Tensor | None:
     return None
 
 
-def decode_into(chunk: Any, out: Tensor, *, rope: Rope | None = None) -> None:
+def decode_into(
+    chunk: Any, out: Tensor, *, rope: Rope | None = None, factor: Tensor | None = None
+) -> None:
     """Write a packed chunk's rows into ``out`` ``[B, H, T, D]`` of any strides.
 
     By the kernel where it can, else through the chunk's own ``decode``. rope: turns keys that were
-    packed before rotary embedding.
+    packed before rotary embedding. factor: float32 ``[B, H, 1, 1]`` multiplied last; FP16 and E4M3
+    saturate.
     """
     if rope is not None:
         rope.check(chunk.shape, out.device)
     if wants_kernels(out.device):
         parts = inner_parts(chunk)
         if parts is not None and kernel_refusal(parts, out.dtype, out.device, rope=rope) is None:
-            _kernel().reconstruct(parts, out, factor=None, rope=rope)
+            _kernel().reconstruct(parts, out, factor=factor, rope=rope)
             return
-    out.copy_(chunk.decode(out.dtype) if rope is None else rope.turn(chunk.decode(torch.float32)))
+    if rope is None and factor is None and out.dtype != E4M3:
+        out.copy_(chunk.decode(out.dtype))
+        return
+    values = chunk.decode(torch.float32)
+    values = values if rope is None else rope.turn(values)
+    out.copy_(saturated(values if factor is None else values * factor, out.dtype))
 
 
 def inner_parts(chunk: Any) -> Parts | None:

@@ -29,8 +29,13 @@ def reconstruct(
         values = rope.turn(values)
     if factor is not None:
         values = values * factor
-    limit = {torch.float16: HALF_MAX, E4M3: E4M3_MAX}.get(out.dtype)
-    out.copy_(values if limit is None else values.clamp(-limit, limit))
+    out.copy_(saturated(values, out.dtype))
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` within the range of ``dtype`` where its casts overflow; a cast is left to do."""
+    limit = {torch.float16: HALF_MAX, E4M3: E4M3_MAX}.get(dtype)
+    return values if limit is None else values.clamp(-limit, limit)
 
 
 def _codes_times_steps(parts: Parts) -> Tensor:
