@@ -25,6 +25,8 @@ from videokv.cache.rows import SPARE_CHANNELS, RowBuffer
 from videokv.cache.select import selected
 from videokv.cache.workspace import Decoders
 from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
+from videokv.kernels.reconstruct import Rope, decode_into
+from videokv.noise import ScoreNoise
 from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
 from videokv.tensors import map_tensors, require_finite, walk_tensors
 
@@ -226,6 +228,54 @@ class LayerCache:
             if rows is not None:
                 found.append((rows.start, Segment(rows.keys, rows.values)))
         return [part for start, whole in found for part in self._remembered(start, whole)]
+
+    def one_side(
+        self, side: Role, span: tuple[int, int], *, rope: Rope | None, kept: dict[int, Segment]
+    ) -> list[tuple[Tensor, tuple[ScoreNoise, ...]]]:
+        """Rows of the tokens of a span, the noise beside keys; packed ones are decoded on one side.
+
+        rope: turns keys; a row for each token of the span. kept: chunks that were decoded before,
+        by ordinal. Tokens that are not held are left out.
+        """
+        state = self.state
+        found = []
+        for part in (
+            *state.chunks,
+            *(rows for rows in (state.open, state.tail) if rows is not None),
+        ):
+            low, high = max(span[0], part.start, state.first), min(span[1], part.end)
+            if low >= high:
+                continue
+            turn = None if rope is None else rope.rows(low - span[0], high - span[0])
+            whole = (low, high) == (part.start, part.end)
+            rows, noise = self._one_side(part, side, kept, rope=turn if whole else None)
+            if not whole:
+                segment = sliced(Segment(rows, rows, noise), low - part.start, high - part.start)
+                rows = segment.keys if turn is None else turn.turn(segment.keys)
+                noise = segment.noise
+            found.append((rows, noise))
+        return found
+
+    def _one_side(
+        self, part: Chunk | Rows, side: Role, kept: dict[int, Segment], *, rope: Rope | None
+    ) -> tuple[Tensor, tuple[ScoreNoise, ...]]:
+        """All rows of a chunk (or of rows that are no chunk yet), turned where there is a rope."""
+        assert self.state.layout is not None
+        held = part.keys if side == "key" else part.values
+        if isinstance(held, Tensor):
+            return (held if rope is None else rope.turn(held)), ()
+        assert isinstance(part, PackedChunk)
+        noise: tuple[ScoreNoise, ...] = ()
+        if side == "key" and self.coding.correction is not None:
+            noise = tuple(self.coding.correction.noise(held, part.factors))
+        if part.ordinal in kept:
+            rows = kept[part.ordinal].keys if side == "key" else kept[part.ordinal].values
+            return (rows if rope is None else rope.turn(rows)), noise
+        self.decode_calls += 1
+        layout = self.state.layout
+        out = torch.empty(held.shape, dtype=layout.dtype, device=layout.device)
+        decode_into(held, out, rope=rope)
+        return out, noise
 
     def packed_segments(self, unpacked: dict[int, Segment]) -> list[Segment]:
         """The packed chunks in ``unpacked`` alone, without what was forgotten."""
