@@ -62,8 +62,9 @@ def _cases() -> dict:
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.quantize_two_level import triton as two_level
+    from videokv.kernels.reconstruct import Rope
     from videokv.rotation import Rotation
-    from videokv.tensors import GroupFormat
+    from videokv.tensors import E4M3, GroupFormat
 
     bf16 = torch.bfloat16
     call = attention.make_call(bf16, size=128, value=128)
@@ -75,10 +76,14 @@ def _cases() -> dict:
     weights = torch.ones(1, 2, 128)
     spans = torch.ones(1, 2, 1, 1)
 
-    def decode(name: str) -> None:
+    def decode(name: str, *, interleaved: bool | None = None) -> None:
         chunk = reconstruction.encoded(name)
+        rope = None
+        if interleaved is not None:
+            table = torch.ones(chunk.shape[2], chunk.shape[3] // 2)
+            rope = Rope(table, table, interleaved)
         reconstruction.kernel.reconstruct(
-            chunk.parts(), torch.empty(chunk.shape, dtype=bf16), factor=None
+            chunk.parts(), torch.empty(chunk.shape, dtype=bf16), factor=None, rope=rope
         )
 
     def decode_unbiased(bits: int, size: int, dtype: torch.dtype) -> None:
@@ -93,12 +98,22 @@ def _cases() -> dict:
             x, bits=bits, group_size=size, centres=centres, rotation=Rotation(size)
         )
 
+    def decode_narrow() -> None:
+        chunk = reconstruction.encoded("quantwm")
+        batch, heads, tokens, size = chunk.shape
+        turned = torch.empty(batch, heads, size, 64, dtype=E4M3).mT[:, :, :tokens]
+        factor = torch.ones(batch, heads, 1, 1)
+        reconstruction.kernel.reconstruct(chunk.parts(), turned, factor=factor)
+
     tile = Tile(64, 64, 4, 2)
     quantize = partial(groups.kernel.quantize, x)
     return {
         "reconstruct rtn": partial(decode, "rtn2"),
         "reconstruct psac-rotated": partial(decode, "psac-rotated"),
         "reconstruct quantwm": partial(decode, "quantwm"),
+        "reconstruct to E4M3, tokens side by side": decode_narrow,
+        "reconstruct and turn pairs": partial(decode, "quantwm", interleaved=True),
+        "reconstruct and turn halves": partial(decode, "rtn2-odd", interleaved=False),
         "attend": partial(attention.kernel.attend, call, tile=tile),
         "attend fp8": partial(attention.kernel.attend, fp8, tile=tile),
         "attend_packed": lambda: packed.kernel.attend_packed(packed.make_call("rtn", dtype=bf16)),

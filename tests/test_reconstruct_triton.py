@@ -198,7 +198,7 @@ def test_a_kernel_that_disagrees_is_not_used(monkeypatch):
     chunk = encoded("rtn2", tokens=5)
     calls = []
 
-    def wrong(parts, out, *, factor):
+    def wrong(parts, out, *, factor, rope=None):
         calls.append(1)
         out.fill_(1.0)
 
@@ -237,4 +237,4 @@ def test_the_self_check_passes_on_a_corner_of_many_rows_and_heads(name, dtype):
     """Its corner of three batch rows and five heads is a view whose rows lie apart."""
     parts = encoded(name, batch=3, heads=5, tokens=33).parts()
     assert not parts.corner(2).steps.is_contiguous()
-    assert _self_check(parts, dtype) is None
+    assert _self_check(parts, dtype, None) is None

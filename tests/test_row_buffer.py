@@ -33,6 +33,20 @@ def test_gathered_rows_give_the_same_attention(name, monkeypatch):
     assert gathered.memory().workspace_peak_bytes >= plain.memory().workspace_peak_bytes > 0
 
 
+@pytest.mark.parametrize("tokens", [24, 3])
+@pytest.mark.parametrize("name", ["rtn-2bit+taylor", "bf16"])
+def test_rows_of_a_chunk_that_were_forgotten_are_not_gathered(name, tokens, monkeypatch):
+    generator = torch.Generator().manual_seed(9)
+    q, k, v = (torch.randn(1, heads, tokens, 64, generator=generator) for heads in (4, 2, 2))
+    outputs = []
+    for gather in (False, True):
+        _, cache = run(name, monkeypatch, gather=gather)
+        cache.forget(30)  # the first chunk, and six rows of the second
+        assert cache.visible_tokens == 96 - 30
+        outputs.append(cache.attend(0, q, k, v))
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
 def test_columns_are_written_into_spare_channels():
     draw = Draw(1)
     shape = (1, 2, 9, 64)

@@ -3,6 +3,11 @@
 Rotary embedding turns pairs of channels. A turn inside one group of channels leaves the group's
 norm of the query as it is, so noise weights stay right; for noise that lives in another basis
 (rotated or projected keys, groups of one channel) they would not, and such recipes are refused.
+
+On a GPU packed keys are turned in the same pass that decodes them, by the cosines and sines that
+the model's own function gives: written once instead of read, widened and written again. The product
+is then float32, rounded once. Where nothing is packed the model's function turns the rows itself,
+so that ``bf16`` has its bits.
 """
 
 from __future__ import annotations
@@ -12,8 +17,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from videokv.adapters.rows import Piece, Pieces
+from videokv.adapters.rows import Piece, Pieces, length
 from videokv.cache import KVCache
+from videokv.cache.layer import Layout
+from videokv.cache.rows import worth_gathering
+from videokv.kernels.reconstruct import Rope
 from videokv.noise import ScoreNoise
 from videokv.protocols import Segment
 
@@ -26,6 +34,10 @@ def rotated(cache: KVCache, layer: int, pieces: Pieces, rope: Callable[[Tensor],
     Raises:
         ValueError: the noise of a cached chunk does not survive a rotation.
     """
+    if cache.recipe.keys is not None and any(piece.token is not None for piece in pieces):
+        layout = cache.layer_states()[layer].layout
+        if layout is not None and worth_gathering(layout.device):
+            return _turned_as_read(cache, layer, pieces, rope, layout)
     segments = [segment for piece in pieces for segment in _segments(cache, layer, piece)]
     rows = torch.cat([segment.keys for segment in segments], 2).transpose(1, 2)
     turned = rope(rows)
@@ -35,6 +47,51 @@ def rotated(cache: KVCache, layer: int, pieces: Pieces, rope: Callable[[Tensor],
         check_noise(segment.noise, layer=layer)
         out.append(Piece(count, dense=turned[:, at : at + count], noise=segment.noise))
         at += count
+    return tuple(out)
+
+
+def table_of(
+    rope: Callable[[Tensor], Tensor],
+    *,
+    batch: int,
+    tokens: int,
+    head_dim: int,
+    device: torch.device,
+) -> Rope:
+    """Cosines and sines ``[B, tokens, D / 2]`` that a function of adjacent pairs multiplies by.
+
+    Found from what it makes of (1, 0) in every pair of one head.
+    """
+    unit = torch.zeros(batch, tokens, 1, head_dim, device=device)
+    unit[..., 0::2] = 1
+    cos, sin = rope(unit)[:, :, 0].float().unflatten(-1, (-1, 2)).unbind(-1)
+    return Rope(cos.contiguous(), sin.contiguous())
+
+
+def _turned_as_read(
+    cache: KVCache, layer: int, pieces: Pieces, rope: Callable[[Tensor], Tensor], layout: Layout
+) -> Pieces:
+    """``rotated`` with one pass over packed keys; values are not decoded for it."""
+    table = table_of(
+        rope,
+        batch=layout.batch,
+        tokens=length(pieces),
+        head_dim=layout.key_dim,
+        device=layout.device,
+    )
+    out, at = [], 0
+    for piece in pieces:
+        turn = table.rows(at, at + piece.count)
+        at += piece.count
+        if piece.dense is not None:
+            rows = turn.turn(piece.dense.transpose(1, 2)).transpose(1, 2)
+            check_noise(piece.noise, layer=layer)
+            out.append(Piece(piece.count, dense=rows, noise=piece.noise))
+            continue
+        span = _span(piece, layer)
+        for keys, noise in cache.side(layer, "key", span, rope=turn, tail=span[1] > cache.length):
+            check_noise(noise, layer=layer)
+            out.append(Piece(keys.shape[2], dense=keys.transpose(1, 2), noise=noise))
     return tuple(out)
 
 
@@ -60,7 +117,12 @@ def _segments(cache: KVCache, layer: int, piece: Piece) -> list[Segment]:
     if piece.dense is not None:
         rows = piece.dense.transpose(1, 2)
         return [Segment(rows, rows, piece.noise)]
+    span = _span(piece, layer)
+    return cache.view(layer, [span], tail=span[1] > cache.length)
+
+
+def _span(piece: Piece, layer: int) -> tuple[int, int]:
+    """The tokens of a piece that lies in the cache."""
     if piece.token is None:
         raise ValueError(f"layer {layer}: {piece.count} rows were read but never written")
-    span = (piece.token, piece.token + piece.count)
-    return cache.view(layer, [span], tail=span[1] > cache.length)
+    return piece.token, piece.token + piece.count

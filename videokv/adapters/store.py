@@ -294,7 +294,10 @@ def _segments(cache: KVCache, layer: int, key: Piece, value: Piece) -> list[Segm
         if value.dense is not None:
             return [Segment(_heads(key.dense), _heads(value.dense), key.noise)]
         # Keys that were rotated after decoding, values still in the cache.
-        parts = torch.cat([segment.values for segment in view(cache, layer, value)], 2)
+        assert value.token is not None
+        span = (value.token, value.token + value.count)
+        found = cache.side(layer, "value", span, tail=span[1] > cache.length)
+        parts = torch.cat([rows for rows, _ in found], 2)
         return [Segment(_heads(key.dense), parts, key.noise)]
     if key.token != value.token:
         raise ValueError(f"layer {layer}: keys and values of other tokens were paired")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from videokv.noise import ScoreNoise
 from videokv.protocols import Segment
+from videokv.tensors import E4M3
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -49,10 +50,14 @@ def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
         raise ValueError(f"{where}: key head size must be that of the query; got {shapes}")
     if keys.shape[1] < 1 or query.shape[1] % keys.shape[1]:
         raise ValueError(f"{where}: Hq must be a multiple of Hkv; got {shapes}")
+    dtype = E4M3 if segment.narrow else query.dtype
+    if segment.narrow:
+        _check_scales(segment, where=where)
     for name, tensor in (("keys", keys), ("values", values)):
-        if tensor.dtype != query.dtype:
+        if tensor.dtype != dtype:
             raise ValueError(
-                f"{where}: {name} are {tensor.dtype} but the query is {query.dtype}; cast one"
+                f"{where}: {name} are {tensor.dtype}, expected {dtype} for a query of "
+                f"{query.dtype}{' and scales' if segment.narrow else ''}; cast one"
             )
         if tensor.device != query.device:
             raise ValueError(
@@ -61,6 +66,16 @@ def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
             )
     for term in segment.noise:
         _check_noise(keys, term, where=where)
+
+
+def _check_scales(segment: Segment, *, where: str) -> None:
+    expected = segment.keys.shape[:2]
+    for name, scale in (("key", segment.key_scale), ("value", segment.value_scale)):
+        if scale is None or scale.shape != expected or scale.dtype != torch.float32:
+            got = None if scale is None else (scale.dtype, tuple(scale.shape))
+            raise ValueError(
+                f"{where}: {name}_scale of E4M3 rows must be float32 {tuple(expected)}, got {got}"
+            )
 
 
 def _check_noise(keys: Tensor, term: ScoreNoise, *, where: str) -> None:

@@ -24,6 +24,7 @@ _BACKENDS = {
 }
 # What "auto" tries, in this order: the others round more, or are there to be compared with.
 _AUTO = ("sdpa", "triton", "eager")
+NARROW_BACKEND = "triton-fp8"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str =
     Raises ValueError with the backend's own words where one asked for by name refuses.
     """
     filled = [s for s in segments if s.keys.shape[2]]
+    if backend != NARROW_BACKEND and any(s.narrow for s in filled):
+        raise ValueError(
+            f"backend {backend!r} does not read keys and values in E4M3; use {NARROW_BACKEND!r}, "
+            "or give them in the query's dtype"
+        )
     if backend != "auto":
         reason = load_backend(backend).refusal(query, filled)
         if reason is not None:

@@ -197,7 +197,15 @@ def probe(
     dtype: torch.dtype,
     sizes: _ProbeSizes,
 ) -> str | None:
-    """Why the kernel cannot serve these shapes (its own words, or a wrong result), or None."""
+    """Why the kernel cannot serve these shapes (its own words, or a wrong result), or None.
+
+    Raises ValueError while a CUDA graph is captured: nothing can be compared then.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"kernel {choice.kernel!r} was never tried with head size {choice.head_dim}, and a "
+            "CUDA graph is being captured: run this attention once, with the same cache, before"
+        )
     heads_per_kv, rows, tokens = sizes.heads_per_kv, sizes.rows, sizes.tokens
     generator = torch.Generator().manual_seed(0)
 

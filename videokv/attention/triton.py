@@ -8,12 +8,14 @@ Precision: the columns are FP16 for 16-bit queries, an error of at most 2^-10 of
 ``triton-fp8`` rounds cached keys, values, and what is multiplied with them, to E4M3 with a scale a
 head (relative error of the output about 5e-2 on Gaussian data, up to 1e-1 where attention is very
 concentrated); the current chunk stays exact.
-Its own conversion of the cached rows takes two more passes; ``kernels.reconstruct`` writes E4M3.
+A cache on a GPU gives cached rows in E4M3 already, written so by ``kernels.reconstruct``, values
+with their tokens side by side; other rows are converted here, which takes two more passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -72,7 +74,8 @@ class TritonBackend:
     def _call(
         self, query: Tensor, segments: Sequence[Segment], *, scale: float, causal: bool
     ) -> Call:
-        current = None if segments[-1].noise else segments[-1]
+        last = segments[-1]
+        current = None if last.noise or last.narrow else last
         past = segments if current is None else segments[:-1]
         extra_query = extra_keys = None
         columns = _column_call(past)
@@ -91,11 +94,28 @@ class TritonBackend:
         )
 
     def _past(self, segments: Sequence[Segment]) -> Rows:
+        if any(s.narrow for s in segments):
+            return _narrow_rows(segments)
         keys, values = joined([s.keys for s in segments]), joined([s.values for s in segments])
         if not self.fp8:
             return Rows(keys, values)
         (keys, key_scale), (values, value_scale) = to_e4m3(keys), to_e4m3(values)
         return Rows(keys, values, key_scale, value_scale)
+
+
+def _narrow_rows(segments: Sequence[Segment]) -> Rows:
+    """Rows that are E4M3 already, all with the same scales."""
+    first = segments[0]
+    if any(
+        s.key_scale is not first.key_scale or s.value_scale is not first.value_scale
+        for s in segments
+    ):
+        raise ValueError(
+            "cached segments in E4M3 must share one key_scale and one value_scale; gather them in "
+            "one buffer, or give all in the query's dtype"
+        )
+    keys, values = joined([s.keys for s in segments]), joined([s.values for s in segments])
+    return Rows(keys, values, first.key_scale, first.value_scale)
 
 
 def _column_call(segments: Sequence[Segment]) -> ColumnCall:
@@ -110,17 +130,18 @@ def _shape_key(query: Tensor, segments: Sequence[Segment], columns: int) -> Hash
     """Calls of one key are served alike: what was served once is not looked at again."""
     last = segments[-1]
     sizes = (query.shape[0], query.shape[1], last.keys.shape[1], query.shape[3])
-    kinds = (len(segments) > 1, bool(last.noise), query.shape[2] <= 16, columns)
+    kinds = (len(segments) > 1, bool(last.noise), last.narrow, query.shape[2] <= 16, columns)
     return (query.dtype, query.device, sizes, last.values.shape[3], kinds)
 
 
 def _first_rows(segments: Sequence[Segment], *, tokens: int = 64) -> list[Segment]:
     """The first rows of each segment: enough to know whether a call can be served."""
     return [
-        Segment(
-            s.keys[:, :, :tokens],
-            s.values[:, :, :tokens],
-            tuple(type(t)(t.weights[:, :, :tokens], t.query_map, t.exact) for t in s.noise),
+        replace(
+            s,
+            keys=s.keys[:, :, :tokens],
+            values=s.values[:, :, :tokens],
+            noise=tuple(type(t)(t.weights[:, :, :tokens], t.query_map, t.exact) for t in s.noise),
         )
         for s in segments
     ]

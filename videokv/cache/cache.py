@@ -12,13 +12,18 @@ from torch import Tensor
 
 from videokv.cache.chunks import sliced
 from videokv.cache.few import MOST_PACKED_QUERIES, packed_parts
+from videokv.cache.graphs import outside_graphs
 from videokv.cache.layer import Coding, LayerCache, LayerState
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
 from videokv.cache.memory import Memory, measured
 from videokv.cache.policy import CachePolicy, is_count
 from videokv.cache.rows import worth_gathering
 from videokv.cache.workspace import Workspace
-from videokv.protocols import Correction, Quantizer, Segment
+from videokv.kernels.reconstruct import Rope
+from videokv.noise import ScoreNoise
+from videokv.protocols import Correction, Quantizer, Role, Segment
+
+NARROW_BACKEND = "triton-fp8"  # reads cached rows in E4M3
 
 
 class CacheRecipe(Protocol):
@@ -52,12 +57,17 @@ class CacheRecipe(Protocol):
         ...
 
 
+@outside_graphs(
+    *("write", "commit", "attend", "view", "keep", "forget", "crop", "reset", "select_batch", "to"),
+    *("restore", "side", "held_tokens", "memory", "mass", "masses", "length", "visible_tokens"),
+)
 class KVCache:
     """Keys and values of all layers in the recipe's format.
 
     A pass through the model calls ``attend`` in each layer; a clean pass calls ``write`` before it,
     and ``commit`` after the last layer. Nothing is committed before that: what is written again
-    over the same rows replaces them.
+    over the same rows replaces them. Inside ``torch.compile`` every call here is a graph break (see
+    ``graphs.py``).
 
     Args:
         recipe: quantizers, correction, policy and attention (``videokv.recipe(name)``).
@@ -267,6 +277,46 @@ class KVCache:
             return [segment for _, segment in found]
         return [part for span in ranges for part in _in_range(found, span, layer)]
 
+    def side(
+        self,
+        layer: int,
+        side: Role,
+        span: tuple[int, int],
+        *,
+        rope: Rope | None = None,
+        tail: bool = False,
+    ) -> list[tuple[Tensor, tuple[ScoreNoise, ...]]]:
+        """Keys or values alone of the tokens ``span[0]..span[1]``, dense and in order.
+
+        rope: turns keys that were cached before rotary embedding, as they are decoded; a row for
+        each token of the span. tail: rows that are written but not committed belong to it too.
+
+        Returns:
+            Pieces ``[B, Hkv, T, D]``, each with the noise of its keys (before the turn; () for
+            values and dense rows).
+
+        Raises:
+            ValueError: the span holds tokens that were dropped, never written, or not committed
+                (without ``tail``), or rope is given for values.
+        """
+        if rope is not None and side != "key":
+            raise ValueError("rope turns keys; read values without it")
+        held = self._layer(layer)
+        end = self._length if not tail else max(self._length, held.written_end)
+        with torch.no_grad(), _full_precision(_device_of(held)):
+            kept = {
+                number: seg for (at, number), seg in self._workspace.kept.items() if at == layer
+            }
+            found = held.one_side(side, span, rope=rope, kept=kept)
+        covered = sum(rows.shape[2] for rows, _ in found)
+        if span[0] > span[1] or span[1] > end or covered != span[1] - span[0]:
+            raise ValueError(
+                f"layer {layer} holds {covered} of the tokens {span[0]}..{span[1]}, committed up "
+                f"to {self._length}; the rest was dropped or never written"
+            )
+        self._workspace.note_rows(layer, [Segment(rows, rows[..., :0]) for rows, _ in found])
+        return found
+
     def memory(self) -> Memory:
         """Bytes and bits, counted from the storages that are alive now."""
         return measured(self._layers.values(), workspace_peak_bytes=self._workspace.peak_bytes)
@@ -420,7 +470,8 @@ class KVCache:
             if found is not None:
                 return found
         if self._workspace.budget_bytes is None and worth_gathering(query.device):
-            segments = held.gathered(current)
+            narrow = getattr(self.recipe, "backend", None) == NARROW_BACKEND
+            segments = held.gathered_narrow(current) if narrow else held.gathered(current)
             self._workspace.note_rows(held.index, segments[:-1])
             return self.recipe.attend(
                 query, segments, scale=scale, causal=causal, need_lse=self._record_mass
@@ -476,6 +527,11 @@ class KVCache:
         scale: float,
         causal: bool,
     ) -> None:
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"layer {held.index}: replays of a CUDA graph would not be counted in the recorded "
+                "mass; capture with record_mass=False"
+            )
         with torch.no_grad():
             _, lse = self.recipe.attend(query, [current], scale=scale, causal=causal, need_lse=True)
             assert lse is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,11 +19,14 @@ from videokv.cache.chunks import (
     sliced,
 )
 from videokv.cache.moment import QueryMoment, updated
+from videokv.cache.narrow import NarrowBuffer, peak
 from videokv.cache.policy import CachePolicy
 from videokv.cache.rows import SPARE_CHANNELS, RowBuffer
 from videokv.cache.select import selected
 from videokv.cache.workspace import Decoders
 from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
+from videokv.kernels.reconstruct import Rope, decode_into
+from videokv.noise import ScoreNoise
 from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
 from videokv.tensors import map_tensors, require_finite, walk_tensors
 
@@ -104,6 +108,7 @@ class LayerCache:
         self.state = LayerState()
         self.encode_calls = 0
         self.decode_calls = 0
+        self._peak_of: WeakKeyDictionary[Chunk | Rows, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
     @property
     def written_end(self) -> int:
@@ -224,6 +229,54 @@ class LayerCache:
                 found.append((rows.start, Segment(rows.keys, rows.values)))
         return [part for start, whole in found for part in self._remembered(start, whole)]
 
+    def one_side(
+        self, side: Role, span: tuple[int, int], *, rope: Rope | None, kept: dict[int, Segment]
+    ) -> list[tuple[Tensor, tuple[ScoreNoise, ...]]]:
+        """Rows of the tokens of a span, the noise beside keys; packed ones are decoded on one side.
+
+        rope: turns keys; a row for each token of the span. kept: chunks that were decoded before,
+        by ordinal. Tokens that are not held are left out.
+        """
+        state = self.state
+        found = []
+        for part in (
+            *state.chunks,
+            *(rows for rows in (state.open, state.tail) if rows is not None),
+        ):
+            low, high = max(span[0], part.start, state.first), min(span[1], part.end)
+            if low >= high:
+                continue
+            turn = None if rope is None else rope.rows(low - span[0], high - span[0])
+            whole = (low, high) == (part.start, part.end)
+            rows, noise = self._one_side(part, side, kept, rope=turn if whole else None)
+            if not whole:
+                segment = sliced(Segment(rows, rows, noise), low - part.start, high - part.start)
+                rows = segment.keys if turn is None else turn.turn(segment.keys)
+                noise = segment.noise
+            found.append((rows, noise))
+        return found
+
+    def _one_side(
+        self, part: Chunk | Rows, side: Role, kept: dict[int, Segment], *, rope: Rope | None
+    ) -> tuple[Tensor, tuple[ScoreNoise, ...]]:
+        """All rows of a chunk (or of rows that are no chunk yet), turned where there is a rope."""
+        assert self.state.layout is not None
+        held = part.keys if side == "key" else part.values
+        if isinstance(held, Tensor):
+            return (held if rope is None else rope.turn(held)), ()
+        assert isinstance(part, PackedChunk)
+        noise: tuple[ScoreNoise, ...] = ()
+        if side == "key" and self.coding.correction is not None:
+            noise = tuple(self.coding.correction.noise(held, part.factors))
+        if part.ordinal in kept:
+            rows = kept[part.ordinal].keys if side == "key" else kept[part.ordinal].values
+            return (rows if rope is None else rope.turn(rows)), noise
+        self.decode_calls += 1
+        layout = self.state.layout
+        out = torch.empty(held.shape, dtype=layout.dtype, device=layout.device)
+        decode_into(held, out, rope=rope)
+        return out, noise
+
     def packed_segments(self, unpacked: dict[int, Segment]) -> list[Segment]:
         """The packed chunks in ``unpacked`` alone, without what was forgotten."""
         return [
@@ -243,31 +296,67 @@ class LayerCache:
 
     def gathered(self, current: Segment) -> list[Segment]:
         """Everything committed and the current rows, one after the other in one buffer."""
-        correction = self.coding.correction
-        spare = 0 if correction is None else SPARE_CHANNELS
+        spare = 0 if self.coding.correction is None else SPARE_CHANNELS
         tokens = self.visible_tokens + current.keys.shape[2]
         rows = RowBuffer(current, tokens=tokens, spare=spare)
-        found = []
-        for chunk in self.state.chunks:
-            noise: tuple = ()
-            if isinstance(chunk, PackedChunk):
+        found = [rows.add(*source) for source in self._sources()]
+        return [*found, rows.add(current.keys, current.values)]
+
+    def gathered_narrow(self, current: Segment) -> list[Segment]:
+        """Everything committed in one E4M3 buffer, and the current rows as they are."""
+        rows = NarrowBuffer(current, tokens=self.visible_tokens, peaks=self._peaks())
+        return [*(rows.add(*source) for source in self._sources()), current]
+
+    def _sources(self) -> Iterator[tuple[Packed | Tensor, Packed | Tensor, tuple]]:
+        """Keys, values and noise of all committed rows that may be read, in order."""
+        state, correction = self.state, self.coding.correction
+        for chunk in state.chunks:
+            if isinstance(chunk, PackedChunk) and chunk.start >= state.first:
                 self.decode_calls += len(chunk.sides())
+                noise: tuple = ()
                 if correction is not None and not isinstance(chunk.keys, Tensor):
                     noise = correction.noise(chunk.keys, chunk.factors)
-            found.append(rows.add(chunk.keys, chunk.values, noise))
-        if self.state.open is not None:
-            found.append(rows.add(self.state.open.keys, self.state.open.values))
-        found.append(rows.add(current.keys, current.values))
-        return found
+                yield chunk.keys, chunk.values, noise
+                continue
+            # Dense rows, or a packed chunk whose first rows were forgotten: the others are decoded.
+            if isinstance(chunk, PackedChunk):
+                whole = self._decoder(chunk)()
+            else:
+                whole = Segment(chunk.keys, chunk.values)
+            for _, part in self._remembered(chunk.start, whole):
+                yield part.keys, part.values, part.noise
+        if state.open is not None:
+            whole = Segment(state.open.keys, state.open.values)
+            for _, part in self._remembered(state.open.start, whole):
+                yield part.keys, part.values, ()
+
+    def _peaks(self) -> tuple[Tensor, Tensor]:
+        """The largest magnitudes ``[B, Hkv]`` of all committed keys and values."""
+        waiting = () if self.state.open is None else (self.state.open,)
+        held: tuple[Chunk | Rows, ...] = (*self.state.chunks, *waiting)
+        for part in held:
+            if part not in self._peak_of:  # looked at once: final rows do not change
+                assert self.state.layout is not None
+                dtype = self.state.layout.dtype
+                self.decode_calls += len(part.sides()) if isinstance(part, PackedChunk) else 0
+                self._peak_of[part] = (
+                    peak(decoded(part.keys, dtype)),
+                    peak(decoded(part.values, dtype)),
+                )
+        keys, values = zip(*(self._peak_of[part] for part in held), strict=True)
+        return torch.stack(keys).amax(0), torch.stack(values).amax(0)
 
     def packed_reads(self) -> list[tuple[Packed, Packed, tuple]] | None:
-        """Keys, values and noise of every packed chunk; None where one of them has a dense side."""
+        """Keys, values and noise of every packed chunk; None where one of them has a dense side, or
+        rows that were forgotten."""
         correction = self.coding.correction
         found = []
         for chunk in self.state.chunks:
             if not isinstance(chunk, PackedChunk):
                 continue
             if isinstance(chunk.keys, Tensor) or isinstance(chunk.values, Tensor):
+                return None
+            if chunk.start < self.state.first:
                 return None
             noise = () if correction is None else correction.noise(chunk.keys, chunk.factors)
             found.append((chunk.keys, chunk.values, noise))

@@ -10,6 +10,8 @@ one FP16 scale a head and one byte a group:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +38,8 @@ from videokv.tensors import GroupFormat, require_finite
 LARGEST_RANGE = 65504.0 * 255 * TOP  # beyond it the FP16 scale of a head would overflow
 BLOCK_ELEMENTS = 1 << 24  # float32 elements of residuals tried at once (64 MiB)
 
-Metric = Literal["diagonal", "full", "none"]
+Metric = Literal["diagonal", "full", "full-candidates", "none"]
+METRICS = ("diagonal", "full", "full-candidates", "none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +131,12 @@ class QueryAware:
 
     group_size: channels that share a step.
     candidates: how many centroids are tried for each token.
-    metric: of the candidates' distance: ``diagonal`` of the mean of q q^T (published default), the
-        ``full`` matrix, or ``none``: labels stay those of k-means (values). Before the first
+    metric: what the queries make of errors. ``diagonal`` of M = mean of q q^T, for the candidates'
+        distance (Eq. 9) and their score (Eq. 12): the published default. ``full-candidates``: the
+        whole matrix for the distance alone, the published ablation (App. C.4). ``full``: for the
+        score too (ours). Eq. 12 takes errors of different channels as unrelated, so that only M's
+        diagonal is left in it; here each candidate's residual is rounded and its own error e
+        decides, by e^T M e. ``none``: labels stay those of k-means (values). Before the first
         queries are known, labels stay too.
     clustering: k-means options.
     """
@@ -142,8 +149,8 @@ class QueryAware:
     def __post_init__(self) -> None:
         if self.candidates < 1:
             raise ValueError(f"candidates must be at least 1, got {self.candidates!r}")
-        if self.metric not in ("diagonal", "full", "none"):
-            raise ValueError(f"metric must be 'diagonal', 'full' or 'none', got {self.metric!r}")
+        if self.metric not in METRICS:
+            raise ValueError(f"metric must be one of {METRICS}, got {self.metric!r}")
         _ = GroupFormat(BITS, self.group_size)
 
     def check(self, head_dim: int) -> None:
@@ -163,7 +170,7 @@ class QueryAware:
         return CentroidChunk((clusters,), packed)
 
     def _reassigned(self, x: Tensor, clusters: Clusters, moment: Tensor) -> Clusters:
-        """The same centroids, labels by Eq. 12 among the nearest by Eq. 9."""
+        """The same centroids, labels by the smallest score among the nearest in the metric."""
         check_moment(moment, x)
         weights = _channel_weights(moment)
         count = min(self.candidates, clusters.table.shape[2])
@@ -175,29 +182,50 @@ class QueryAware:
                 return Clusters(chosen, clusters.table)
         x = x.float()
         lens = weights.sqrt().diag_embed() if self.metric == "diagonal" else _root(moment)
-        group_weights = weights.unflatten(-1, (-1, self.group_size)).sum(-1)  # [B, H, G]
+        score: Callable[[Tensor], Tensor]
+        if self.metric == "full":
+            score = functools.partial(_seen_error, lens=lens, group_size=self.group_size)
+        else:
+            score = functools.partial(_weighted_range, weights=weights, group_size=self.group_size)
         table = clusters.table.float()
         seen_table = table @ lens
         labels = []
         for part in x.split(max(1, BLOCK_ELEMENTS // x[:, :, 0].numel()), dim=2):
             near = nearest(part @ lens, seen_table, count=count)
-            labels.append(self._smallest_range(part, table, near, group_weights))
+            labels.append(_smallest(score, part, table, near))
         return Clusters(torch.cat(labels, 2).to(torch.uint8), clusters.table)
 
-    def _smallest_range(
-        self, x: Tensor, table: Tensor, near: Tensor, group_weights: Tensor
-    ) -> Tensor:
-        """Of the candidates ``[B, H, T, M]``, the label with the smallest score ``[B, H, T]``."""
-        near = near.sort(-1).values  # ties go to the lower label
-        scores = []
-        for label in near.unbind(-1):
-            # Of the negative residual, whose range is the same.
-            residual = gather_centroids(table, label).sub_(x)
-            groups = residual.unflatten(-1, (-1, self.group_size))
-            spread = groups.amax(-1) - groups.amin(-1)  # [B, H, T, G]
-            scores.append((spread.square() * group_weights[:, :, None]).sum(-1))
-        best = torch.stack(scores, -1).argmin(-1, keepdim=True)
-        return near.gather(-1, best)[..., 0]
+
+def _smallest(score: Callable[[Tensor], Tensor], x: Tensor, table: Tensor, near: Tensor) -> Tensor:
+    """Of the candidates ``[B, H, T, M]``, the label whose residual has the smallest score."""
+    near = near.sort(-1).values  # ties go to the lower label
+    scores = [score(x - gather_centroids(table, label)) for label in near.unbind(-1)]
+    best = torch.stack(scores, -1).argmin(-1, keepdim=True)
+    return near.gather(-1, best)[..., 0]
+
+
+def _weighted_range(residual: Tensor, *, weights: Tensor, group_size: int) -> Tensor:
+    """Eq. 12 of residuals ``[B, H, T, D]``: squared ranges of the groups, weighted."""
+    groups = residual.unflatten(-1, (-1, group_size))
+    spread = groups.amax(-1) - groups.amin(-1)  # [B, H, T, G]
+    group_weights = weights.unflatten(-1, (-1, group_size)).sum(-1)  # [B, H, G]
+    return (spread.square() * group_weights[:, :, None]).sum(-1)
+
+
+def _seen_error(residual: Tensor, *, lens: Tensor, group_size: int) -> Tensor:
+    """e^T M e / mean(diag M) of the errors e that rounding residuals ``[B, H, T, D]`` would make.
+
+    lens: ``_root(M)``. Steps are those before the two-level rounding: the scale of a head is known
+    only once every token has its label, and moves a step by at most half a 255th of the largest.
+    """
+    groups = residual.unflatten(-1, (-1, group_size))
+    low = groups.amin(-1, keepdim=True).clamp(max=0)
+    step = (groups.amax(-1, keepdim=True).clamp(min=0) - low) / TOP
+    divisor = torch.where(step > 0, step, torch.inf)
+    zero = (-low / divisor).round_().clamp_(0, TOP)
+    codes = (groups / divisor).round_().add_(zero).clamp_(0, TOP)
+    error = (groups - codes.sub_(zero).mul_(step)).flatten(-2)
+    return (error @ lens).square().sum(-1)
 
 
 def _channel_weights(moment: Tensor) -> Tensor:

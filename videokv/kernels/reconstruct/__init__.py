@@ -1,6 +1,6 @@
 """Packed chunks back to dense rows: one pass over the codes, one write of the result.
 
-    x^ = Delta q + offset  (+ centroids of every stage)  (rotated back)  (+ C U^T)
+    x^ = Delta q + offset  (+ centroids of every stage)  (rotated back)  (+ C U^T)  (RoPE)
 
 in this order; ``Parts`` says which of them a chunk has. On a GPU one Triton kernel does all of it,
 writing into rows of a buffer that several chunks share; elsewhere, and for what the kernel does not
@@ -23,17 +23,21 @@ from videokv.kernels.gpu import (
 )
 from videokv.kernels.reconstruct import reference
 from videokv.kernels.reconstruct.parts import LowRank, Parts
+from videokv.kernels.reconstruct.reference import saturated
+from videokv.kernels.reconstruct.rope import Rope
 from videokv.tensors import E4M3
 
 __all__ = [
     "OUTPUTS",
     "LowRank",
     "Parts",
+    "Rope",
     "decode_into",
     "fused",
     "inner_parts",
     "kernel_refusal",
     "reconstruct",
+    "saturated",
 ]
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, E4M3)
@@ -49,25 +53,29 @@ def reconstruct(
     out: Tensor | None = None,
     row: int = 0,
     factor: Tensor | None = None,
+    rope: Rope | None = None,
 ) -> Tensor:
     """Write the chunk's ``[B, H, T, D]`` into ``out[:, :, row : row + T]``; returns that view.
 
     dtype: of a new tensor, where ``out`` is None. out: ``[B, H, rows, D]`` of any strides, one of
     ``OUTPUTS``; the arithmetic is float32, FP16 and E4M3 saturate. factor: float32
-    ``[B, H, 1, 1]`` multiplied last (to fill the range of E4M3).
+    ``[B, H, 1, 1]`` multiplied last (to fill the range of E4M3). rope: turns keys that were packed
+    before rotary embedding.
 
     Never synchronises, but for the first use of a configuration on a GPU. Raises ValueError where
     ``out`` does not fit.
     """
     target = _target(parts, dtype, out, row)
     _check_factor(parts, factor)
-    refusal = kernel_refusal(parts, target.dtype, target.device)
+    if rope is not None:
+        rope.check(parts.shape, target.device)
+    refusal = kernel_refusal(parts, target.dtype, target.device, rope=rope)
     if refusal is None:
-        _kernel().reconstruct(parts, target, factor=factor)
+        _kernel().reconstruct(parts, target, factor=factor, rope=rope)
     else:
         if wants_kernels(target.device):
             say_once(f"reconstruct runs in PyTorch steps: {refusal}")
-        reference.reconstruct(parts, target, factor=factor)
+        reference.reconstruct(parts, target, factor=factor, rope=rope)
     return target
 
 
@@ -93,17 +101,28 @@ def fused(chunk: Any, dtype: torch.dtype) -> Tensor | None:
     return None
 
 
-def decode_into(chunk: Any, out: Tensor) -> None:
+def decode_into(
+    chunk: Any, out: Tensor, *, rope: Rope | None = None, factor: Tensor | None = None
+) -> None:
     """Write a packed chunk's rows into ``out`` ``[B, H, T, D]`` of any strides.
 
-    By the kernel where it can, else through the chunk's own ``decode``.
+    By the kernel where it can, else through the chunk's own ``decode``. rope: turns keys that were
+    packed before rotary embedding. factor: float32 ``[B, H, 1, 1]`` multiplied last; FP16 and E4M3
+    saturate.
     """
+    if rope is not None:
+        rope.check(chunk.shape, out.device)
     if wants_kernels(out.device):
         parts = inner_parts(chunk)
-        if parts is not None and kernel_refusal(parts, out.dtype, out.device) is None:
-            _kernel().reconstruct(parts, out, factor=None)
+        if parts is not None and kernel_refusal(parts, out.dtype, out.device, rope=rope) is None:
+            _kernel().reconstruct(parts, out, factor=factor, rope=rope)
             return
-    out.copy_(chunk.decode(out.dtype))
+    if rope is None and factor is None and out.dtype != E4M3:
+        out.copy_(chunk.decode(out.dtype))
+        return
+    values = chunk.decode(torch.float32)
+    values = values if rope is None else rope.turn(values)
+    out.copy_(saturated(values if factor is None else values * factor, out.dtype))
 
 
 def inner_parts(chunk: Any) -> Parts | None:
@@ -113,23 +132,26 @@ def inner_parts(chunk: Any) -> Parts | None:
     return found
 
 
-def kernel_refusal(parts: Parts, dtype: torch.dtype, device: torch.device) -> str | None:
+def kernel_refusal(
+    parts: Parts, dtype: torch.dtype, device: torch.device, *, rope: Rope | None = None
+) -> str | None:
     """Why the Triton kernel does not serve this, or None. Its first use is checked here."""
     if dtype not in OUTPUTS:
         return f"outputs are one of {OUTPUTS}, got {dtype}"
     refusal = machine_refusal(device) or parts.kernel_refusal()
     if refusal is not None:
         return refusal
-    config = (*parts.config(), dtype)
-    return checked_refusal("reconstruct", config, device, lambda: _self_check(parts, dtype))
+    config = (*parts.config(), dtype, None if rope is None else rope.config())
+    return checked_refusal("reconstruct", config, device, lambda: _self_check(parts, dtype, rope))
 
 
-def _self_check(parts: Parts, dtype: torch.dtype) -> str | None:
+def _self_check(parts: Parts, dtype: torch.dtype, rope: Rope | None) -> str | None:
     small = parts.corner(_SMALL)
+    turn = None if rope is None else rope.corner(_SMALL)
     got = torch.full(small.shape, torch.nan, device=small.codes.device).to(dtype)
     want = torch.empty_like(got)
-    _kernel().reconstruct(small, got, factor=None)
-    reference.reconstruct(small, want, factor=None)
+    _kernel().reconstruct(small, got, factor=None, rope=turn)
+    reference.reconstruct(small, want, factor=None, rope=turn)
     return disagreement(got.float(), want.float(), tolerance=_TOLERANCE[dtype])
 
 

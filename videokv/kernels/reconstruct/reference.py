@@ -9,12 +9,15 @@ from videokv.kernels.pack_codes import unpack
 from videokv.kernels.quantize_groups.layout import reach
 from videokv.kernels.quantize_unbiased.layout import half_range, real_steps
 from videokv.kernels.reconstruct.parts import LowRank, Parts
+from videokv.kernels.reconstruct.rope import Rope
 from videokv.tensors import E4M3, E4M3_MAX
 
 HALF_MAX = 65504.0
 
 
-def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+def reconstruct(
+    parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope | None = None
+) -> None:
     """See the package; ``out`` is ``[B, H, T, D]``."""
     values = _codes_times_steps(parts)
     for clusters in parts.stages:
@@ -25,10 +28,17 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
         values += parts.centres.gather()
     if parts.low_rank is not None:
         values = _repaired(values, parts.low_rank.dense(parts.tokens))
+    if rope is not None:
+        values = rope.turn(values)
     if factor is not None:
         values = values * factor
-    limit = {torch.float16: HALF_MAX, E4M3: E4M3_MAX}.get(out.dtype)
-    out.copy_(values if limit is None else values.clamp(-limit, limit))
+    out.copy_(saturated(values, out.dtype))
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` within the range of ``dtype`` where its casts overflow; a cast is left to do."""
+    limit = {torch.float16: HALF_MAX, E4M3: E4M3_MAX}.get(dtype)
+    return values if limit is None else values.clamp(-limit, limit)
 
 
 def _codes_times_steps(parts: Parts) -> Tensor:

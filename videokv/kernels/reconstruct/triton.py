@@ -32,17 +32,22 @@ from videokv.kernels.gpu import on_device, products
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct import triton_unbiased
 from videokv.kernels.reconstruct.parts import Parts
+from videokv.kernels.reconstruct.rope import Rope
+from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
 from videokv.rotation import signs
 from videokv.tensors import E4M3
 
 BLOCK_ELEMENTS = 8192  # of one program: 64 tokens of 128 channels
 _COUNTS = ["heads", "tokens", "time_groups", "out_b", "out_h", "size0", "size1", "size2", "size3"]
+_COUNTS += ["rope_rows"]
 
 
-def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+def reconstruct(
+    parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope | None = None
+) -> None:
     """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
     if parts.centres is not None:
-        triton_unbiased.reconstruct(parts, out, factor=factor)
+        triton_unbiased.reconstruct(parts, out, factor=factor, rope=rope)
         return
     batch, heads, tokens, size = parts.shape
     block = max(16, triton.next_power_of_2(size))
@@ -72,6 +77,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             None if low is None else low.basis.contiguous(),
             matrix,
             1.0 / math.sqrt(size),
+            *rope_arguments(rope, tokens),
             D=size,
             BD=block,
             BT=rows,
@@ -89,6 +95,8 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             WIDE=wide,
             PRECISION=products(out.dtype, out.device),
             AS_BYTES=out.dtype == E4M3,
+            INTERLEAVED=rope is not None and rope.interleaved,
+            PAIRS=0 if rope is None else rope.pairs,
             ALIGN=row_alignment(out),
             num_warps=8 if parts.rotation is not None else 4,
             enable_fp_fusion=False,  # the same roundings as the reference
@@ -127,6 +135,9 @@ def _kernel(
     basis,
     matrix,
     matrix_scale,
+    cos,
+    sin,
+    rope_rows,
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -144,6 +155,8 @@ def _kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     AS_BYTES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
@@ -182,6 +195,10 @@ def _kernel(
         values += low_rank_block(
             low_codes, low_scales, basis, head, row, live, channel, D, RANK, BR, WIDE, PRECISION
         )
+
+    if PAIRS > 0:
+        first = (head // heads) * rope_rows
+        values = turned_block(values, cos, sin, first, token, live, INTERLEAVED, PAIRS, BT, BD)
 
     if factor is not None:
         values = values * tl.load(factor + head)

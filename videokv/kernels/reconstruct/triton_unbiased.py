@@ -35,6 +35,8 @@ from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import e4m3_halves, exp2_codes
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
+from videokv.kernels.reconstruct.rope import Rope
+from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
 from videokv.rotation import signs
 from videokv.tensors import E4M3
 
@@ -42,10 +44,10 @@ BLOCK_ELEMENTS = 8192  # of one step of a program: 64 tokens of 128 channels
 PROGRAMS = 1056  # eight for each of 132 multiprocessors; more would only fetch the matrix again
 LONGEST = 8  # blocks of a stretch
 CENTRES = 16  # rows of the padded table
-_COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres"]
+_COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres", "rope_rows"]
 
 
-def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
+def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope | None) -> None:
     """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
     centres, rotation = parts.centres, parts.rotation
     assert centres is not None and rotation is not None and parts.scale is not None
@@ -75,6 +77,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             None if low is None else low.codes.contiguous(),
             None if low is None else low.scales.contiguous(),
             None if low is None else low.basis.contiguous(),
+            *rope_arguments(rope, tokens),
             matrix,
             0.5 / math.sqrt(size),  # codes are doubled
             D=size,
@@ -91,6 +94,8 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None) -> None:
             WIDE=wide,
             PRECISION=products(out.dtype, out.device),
             AS_BYTES=out.dtype == E4M3,
+            INTERLEAVED=rope is not None and rope.interleaved,
+            PAIRS=0 if rope is None else rope.pairs,
             ALIGN=row_alignment(out),
             num_warps=4,
             num_stages=2,
@@ -107,11 +112,11 @@ def _stretch(blocks: int, heads: int) -> int:
 def _kernel(
     out, out_b, out_h, out_t, out_d, heads, tokens, stretch,
     packed, steps, scale, ids, table, table_scale, centres, factor,
-    low_codes, low_scales, basis, matrix, matrix_scale,
+    low_codes, low_scales, basis, cos, sin, rope_rows, matrix, matrix_scale,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BITS: tl.constexpr,
     WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
     RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    AS_BYTES: tl.constexpr, ALIGN: tl.constexpr,
+    AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BD)
@@ -143,6 +148,9 @@ def _kernel(
                 low_codes, low_scales, basis, head, row, live, channel,
                 D, RANK, BR, WIDE, PRECISION,
             )  # fmt: skip
+        if PAIRS > 0:
+            line = (head // heads) * rope_rows
+            values = turned_block(values, cos, sin, line, token, live, INTERLEAVED, PAIRS, BT, BD)
         if factor is not None:
             values = values * tl.load(factor + head)
         target = out + base + token[:, None].to(tl.int64) * out_t + channel[None, :] * out_d

@@ -53,7 +53,7 @@ ROLLED: tuple[Variant, ...] = (
     variant(WM, "rank 2", rank=2),
     variant(WM, "rank 32", rank=32),
     variant(WM, "16 candidates", candidates=16),
-    variant(WM, "full metric", metric="full"),
+    variant(WM, "full metric", metric="full-candidates"),
 )
 DIAGNOSED: tuple[Variant, ...] = (
     variant("quarot-4bit"),
