@@ -1,9 +1,9 @@
 """FlexAttention with the correction as a score_mod: the first paper's way, here to compare with.
 
 The features of queries and keys are inputs of one compiled function, not constants of it: new
-values, and new lengths, compile nothing more. All that ``score_mod`` looks at is a tensor: a number
-of Python among its captures, once the compiler knows its value, is what no version up to 2.13 can
-lower where lengths are dynamic. On the CPU FlexAttention runs uncompiled, which
+values, and new lengths, compile nothing more. All that ``score_mod`` looks at is a tensor: PyTorch
+2.11 and 2.13 do not lower a Python number among its captures whose value the compiler knows (the
+size of a group of heads) where lengths are dynamic. On the CPU FlexAttention runs uncompiled, which
 materialises the scores: good for tests only, so "auto" never takes this backend.
 """
 
