@@ -162,15 +162,49 @@ def test_threads_change_nothing():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gpu_repeats_itself_and_agrees_with_the_cpu():
+def test_gpu_repeats_itself_and_chooses_as_well_as_the_cpu():
+    """TF32 distances: two iterations leave 99.5 % of the labels as they are in float32, so what is
+    asked is that each choice is as near as the nearest, and the clusters as tight."""
     x = tokens(1, 3, 5000, 128)
     start = spread_tokens(x, count=64, seed=0)
     assert torch.equal(spread_tokens(x.cuda(), count=64, seed=0).cpu(), start)
     runs = [cluster(x.cuda(), start.cuda(), iterations=2) for _ in range(3)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
-    ids, centroids = cluster(x, start, iterations=2)
-    assert (runs[0][0].cpu() == ids).float().mean() > 0.999
-    torch.testing.assert_close(runs[0][1].cpu(), centroids, rtol=0, atol=0.05)
+    tight, want = (
+        _inertia(x, *(t.cpu() for t in run)) for run in (runs[0], cluster(x, start, iterations=2))
+    )
+    assert abs(tight / want - 1) < 1e-3
+
+    ids, centroids = (t.cpu() for t in cluster(x.cuda(), start.cuda(), iterations=1))
+    _assert_choices_are_near(x, start, ids)
+    exact = oracle_means(x, ids.numpy(), start.double().numpy())
+    np.testing.assert_allclose(centroids.numpy(), exact, rtol=0, atol=5e-3)
+
+
+def test_labels_of_truncated_operands_are_as_near():
+    """What TF32 does to the operands of the GPU's distances, on the CPU."""
+    x = tokens(1, 2, 2000, 128)
+    start = spread_tokens(x, count=64, seed=0)
+    origin = x.mean(2, keepdim=True)
+
+    def tf32(y):
+        return (y.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    table = start - origin
+    scores = table.square().sum(-1)[:, :, None] / 2 - tf32(x - origin) @ tf32(table).mT
+    _assert_choices_are_near(x, start, scores.argmin(-1))
+
+
+def _assert_choices_are_near(x, table, ids):
+    """Within 1e-3 of the smallest squared distance, a token at a time."""
+    distances = torch.cdist(x.double(), table.double()).square()
+    chosen = distances.gather(-1, ids.long()[..., None])[..., 0]
+    assert bool((chosen <= 1.001 * distances.amin(-1) + 1e-6).all())
+
+
+def _inertia(x, ids, centroids):
+    index = ids.long()[..., None].expand(-1, -1, -1, x.shape[3])
+    return float((x.double() - centroids.double().gather(2, index)).square().sum())
 
 
 def test_refusals_say_what_came():

@@ -38,10 +38,14 @@ def test_equals_the_oracle(size, causal):
 
 
 def test_new_values_and_lengths_compile_at_most_twice():
-    """In a process of its own: the compiler leaves tensors without memory behind."""
+    in_a_process_of_its_own("count_compilations()")
+
+
+def in_a_process_of_its_own(call):
+    """The compiler leaves tensors without memory behind."""
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", "import test_attention_flex as t; t.count_compilations()"],
+        [sys.executable, "-c", f"import test_attention_flex as t; t.{call}"],
         env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
         capture_output=True,
         text=True,
@@ -53,16 +57,56 @@ def test_new_values_and_lengths_compile_at_most_twice():
 def count_compilations():
     from torch._dynamo.testing import CompileCounter
 
-    counter = CompileCounter()
-    compiled = torch.compile(flex.attention, dynamic=True, backend=counter)
-    draw = Draw(1)
-    for tokens in [40] * 6 + [48] * 3 + [72, 56]:
-        q, k, v = (draw.normal(1, 2, n, 64) for n in (24, tokens, tokens))
-        phi, omega = draw.weights(1, 2, 24, 4), draw.weights(1, 2, tokens, 4)
-        out, _ = compiled(q, k, v, -phi, omega, 0.125, None)
-        scores = q @ k.mT * 0.125 - phi @ omega.mT
-        assert relative(out, scores.softmax(-1) @ v) < 1e-5
-    assert counter.frame_count <= 2
+    for causal in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(flex.attention, dynamic=True, backend=counter)
+        for tokens in [40] * 6 + [48] * 3 + [72, 56]:
+            out, want = computed(compiled, tokens=tokens, causal=causal)
+            assert relative(out, want) < 1e-5
+        assert counter.frame_count <= 2
+
+
+def computed(function, *, tokens, heads=(2, 2), rows=24, causal=False):
+    """Output of ``flex.attention``, compiled or not, and what it should be."""
+    draw, group = Draw(1), heads[0] // heads[1]
+    q = draw.normal(1, heads[0], rows, 64)
+    k, v = (draw.normal(1, heads[1], tokens, 64) for _ in range(2))
+    phi, omega = draw.weights(1, heads[0], rows, 4), draw.weights(1, heads[1], tokens, 4)
+    kv_head = flex._kv_heads(*heads, q.device)
+    first = torch.full((), tokens - rows, dtype=torch.int32) if causal else None
+    out, _ = function(q, k, v, -phi, omega, kv_head, 0.125, first)
+    k, v, omega = (x.repeat_interleave(group, 1) for x in (k, v, omega))
+    scores = q @ k.mT * 0.125 - phi @ omega.mT
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(tokens - rows + 1) > 0, -torch.inf)
+    return out, scores.softmax(-1) @ v
+
+
+def test_score_mod_captures_tensors_and_free_lengths_only():
+    """A number that the compiler knows (a group of 2) cannot be lowered on a GPU."""
+    in_a_process_of_its_own("look_at_captures()")
+
+
+def look_at_captures():
+    import sympy
+
+    seen = []
+
+    def backend(module, inputs):
+        for node in module.graph.nodes:
+            if "flex_attention" in str(node.target):
+                seen.append([argument.meta["example_value"] for argument in node.args[7]])
+        return module.forward
+
+    for heads, causal in (((2, 2), False), ((4, 2), True), ((12, 3), False)):
+        torch._dynamo.reset()
+        compiled = torch.compile(flex.attention, dynamic=True, backend=backend)
+        out, want = computed(compiled, tokens=40, heads=heads, causal=causal)
+        assert relative(out, want) < 1e-5
+        numbers = [x for x in seen[-1] if not isinstance(x, torch.Tensor)]
+        assert len(seen[-1]) - len(numbers) == (4 if causal else 3)
+        assert all(isinstance(number.node.expr, sympy.Symbol) for number in numbers), numbers
 
 
 def test_exact_and_float64_are_refused():

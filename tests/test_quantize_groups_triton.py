@@ -64,6 +64,35 @@ def test_the_same_bits_as_the_reference(name, dtype):
     same(kernel.quantize(x, format=format, rotation=None), x, format)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_reference_gives_the_bits_of_the_cpu_on_a_gpu(name, scale):
+    """PyTorch multiplies by reciprocals of Python numbers there, which is a bit off."""
+    format, size = FORMATS[name]
+    x = draw(2, 3, 300, size) * scale
+    ours, facts = reference.quantize(x, format=format)
+    theirs, want_facts = reference.quantize(x.cpu(), format=format)
+    for field in ("codes", "steps", "zeros", "normaliser"):
+        got, want = getattr(ours, field), getattr(theirs, field)
+        assert (got is None) == (want is None)
+        assert got is None or torch.equal(bits(got).cpu(), bits(want)), field
+    assert torch.equal(facts.cpu(), want_facts)
+
+
+def test_zero_has_no_sign():
+    """Neither steps of groups of -0 nor zero points: kernels read the bytes of steps."""
+    for format in (GroupFormat(2, 32, symmetric=True), GroupFormat(2, 32, zero_point="integer")):
+        x = draw(1, 1, 9, 64).abs() * torch.tensor(-0.0, device=DEVICE)
+        x[:, :, 5:, ::2] += 1.0
+        x[:, :, 7:] += 0.25
+        raw, _ = kernel.quantize(x, format=format)
+        want, _ = reference.quantize(x, format=format)
+        for got in (raw.steps, want.steps, raw.zeros, want.zeros):
+            assert got is None or not bool(torch.signbit(got.float())[got.float() == 0].any())
+        same(kernel.quantize(x, format=format), x, format)
+
+
 @pytest.mark.parametrize("tokens", [1, 63, 129])
 @pytest.mark.parametrize("name", ["rtn2", "kivi"])
 def test_token_counts_and_strides(name, tokens):

@@ -38,6 +38,16 @@ def test_the_same_bits_as_the_reference(size, group, tokens):
     )
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_the_reference_gives_the_bits_of_the_cpu_on_a_gpu():
+    x = draw(2, 3, 500, 128)
+    spans = reference.spans(x, group_size=32)
+    got = reference.encode(x, spans, group_size=32)
+    want = reference.encode(x.cpu(), spans.cpu(), group_size=32)
+    for name in ("packed", "zeros", "steps", "scale"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+
+
 def test_centroids_strides_and_half_precision():
     x = draw(1, 50, 2, 64, dtype=torch.float16).transpose(1, 2)
     ids = (torch.arange(50) % 3).to(torch.uint8).expand(1, 2, -1).contiguous().to(DEVICE)

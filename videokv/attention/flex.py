@@ -1,7 +1,9 @@
 """FlexAttention with the correction as a score_mod: the first paper's way, here to compare with.
 
 The features of queries and keys are inputs of one compiled function, not constants of it: new
-values, and new lengths, compile nothing more. On the CPU FlexAttention runs uncompiled, which
+values, and new lengths, compile nothing more. All that ``score_mod`` looks at is a tensor: PyTorch
+2.11 and 2.13 do not lower a Python number among its captures whose value the compiler knows (the
+size of a group of heads) where lengths are dynamic. On the CPU FlexAttention runs uncompiled, which
 materialises the scores: good for tests only, so "auto" never takes this backend.
 """
 
@@ -57,13 +59,17 @@ class FlexBackend:
             phi, omega = score_columns(query, call, scale=scale)
             phi = phi * scale
         keys, values = joined([s.keys for s in segments]), joined([s.values for s in segments])
-        first = keys.shape[2] - segments[-1].keys.shape[2] if causal else None
+        first = None
+        if causal:
+            before = keys.shape[2] - segments[-1].keys.shape[2]
+            first = torch.full((), before, dtype=torch.int32, device=query.device)
         out, lse = _function(query.device.type)(
             _power_of_two(query),
             _power_of_two(keys),
             _power_of_two(values),
             phi,
             omega,
+            None if omega is None else _kv_heads(query.shape[1], keys.shape[1], query.device),
             scale,
             first,
         )
@@ -76,22 +82,23 @@ def attention(
     values: Tensor,
     phi: Tensor | None,
     omega: Tensor | None,
+    kv_head: Tensor | None,
     scale: float,
-    first: int | None,
+    first: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural-log lse of softmax(scale q k + phi . omega) v.
 
-    phi float32 ``[B, Hq, M, F]`` (negative: it is added), omega float32 ``[B, Hkv, T, F]``. first:
-    where causal, number of the key that query 0 sees last.
+    phi float32 ``[B, Hq, M, F]`` (negative: it is added), omega float32 ``[B, Hkv, T, F]``;
+    kv_head: int32 ``[Hq]``, the KV head of each query head, where there are columns. first: int32
+    scalar, where causal: number of the key that query 0 sees last.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
-    group = query.shape[1] // keys.shape[1]
     columns = 0 if phi is None else phi.shape[3]
 
     def corrected(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         for column in range(columns):
-            score = score + phi[b, h, m, column] * omega[b, h // group, n, column]  # type: ignore
+            score = score + phi[b, h, m, column] * omega[b, kv_head[h], n, column]  # type: ignore
         if first is not None:
             score = torch.where(n <= m + first, score, -torch.inf)
         return score
@@ -102,10 +109,16 @@ def attention(
         values,
         score_mod=corrected if columns or first is not None else None,
         scale=scale,
-        enable_gqa=group > 1,
+        enable_gqa=query.shape[1] > keys.shape[1],
         **_lse_request(),
     )
     return out, extra.lse if hasattr(extra, "lse") else extra
+
+
+@functools.lru_cache(maxsize=16)
+def _kv_heads(query_heads: int, heads: int, device: torch.device) -> Tensor:
+    """The KV head of each query head, int32 ``[Hq]``."""
+    return (torch.arange(query_heads, device=device) // (query_heads // heads)).int()
 
 
 @functools.lru_cache(maxsize=4)

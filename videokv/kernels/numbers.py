@@ -56,11 +56,11 @@ def round_bf16(x):
 
 @triton.jit
 def round_even(x):
-    """rint(x) of float32, any size."""
+    """rint(x) of float32, any size; 0 without a sign (older versions negate by 0 - x)."""
     size = tl.abs(x)
     rounded = (size + 8388608.0) - 8388608.0  # 2^23: float32 has no fractions above it
     rounded = tl.where(size < 8388608.0, rounded, size)
-    return tl.where(x < 0, -rounded, rounded)
+    return tl.where(x < 0, 0.0 - rounded, rounded)
 
 
 @triton.jit

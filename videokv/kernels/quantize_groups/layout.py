@@ -47,6 +47,15 @@ def reach(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor`` rounded to nearest on every device, float32.
+
+    On a GPU PyTorch multiplies by the reciprocal of a Python number, which is a bit off; it does
+    divide by a tensor.
+    """
+    return x / x.new_full((), divisor)
+
+
 def real_steps(steps: Tensor, normaliser: Tensor | None) -> Tensor:
     """Delta in float32: the stored steps times the normaliser."""
     real = steps.to(torch.float32)

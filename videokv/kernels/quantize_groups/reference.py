@@ -11,6 +11,7 @@ from torch import Tensor
 from videokv.kernels.quantize_groups.layout import (
     GroupedCodes,
     blocks,
+    quotient,
     reach,
     real_steps,
     unblocked,
@@ -40,8 +41,11 @@ def quantize(x: Tensor, *, format: GroupFormat) -> tuple[GroupedCodes, Tensor]:
     grouped, inside = blocks(x.detach().to(torch.float32), format=format)
     low = grouped.amin(inside, keepdim=True)
     high = grouped.amax(inside, keepdim=True)
-    magnitude = torch.maximum(high, -low)
-    ideal = magnitude / reach(format.bits) if format.symmetric else (high - low) / _top(format)
+    magnitude = torch.maximum(high, -low).abs()  # a step must not carry the sign of -0
+    if format.symmetric:
+        ideal = quotient(magnitude, reach(format.bits))
+    else:
+        ideal = quotient(high - low, _top(format))
     steps, normaliser, normalised, overflow = _stored_steps(ideal, format)
     step = real_steps(steps, normaliser)
     zeros = None if format.symmetric else _zeros(low, high, step, format)
@@ -67,7 +71,7 @@ def _stored_steps(ideal: Tensor, format: GroupFormat) -> tuple[Tensor, Tensor, T
     overflow = peak > limits.max
     used = overflow | ((peak > 0) & (peak < limits.smallest_normal))
     tiny = torch.finfo(torch.float32).smallest_normal
-    normaliser = torch.where(used, (peak / limits.max).clamp_min(tiny), 1.0)
+    normaliser = torch.where(used, quotient(peak, limits.max).clamp_min(tiny), 1.0)
     # Clamped before the cast: what an unsaturated cast does differs between paths and versions.
     steps = (ideal / normaliser).clamp(max=limits.max).to(format.scale_dtype)
     return steps, normaliser, used.any().float(), overflow.any().float()
@@ -76,7 +80,7 @@ def _stored_steps(ideal: Tensor, format: GroupFormat) -> tuple[Tensor, Tensor, T
 def _zeros(low: Tensor, high: Tensor, step: Tensor, format: GroupFormat) -> Tensor:
     """Zero points in float32, offsets and constants rounded to ``zero_dtype`` (or infinite)."""
     middle = low + (high - low) / 2  # exactly low for a constant group
-    offset = low if format.zero_point == "offset" else (-low / step).round()
+    offset = low if format.zero_point == "offset" else (-low / step).round().add_(0.0)  # no -0
     rounded = torch.where(step > 0, offset, middle).to(format.zero_dtype)
     if format.zero_point == "offset":
         return rounded.to(torch.float32)

@@ -169,7 +169,7 @@ def _kernel(
         used = (channel < D)[None, :]
 
     if ZERO == 0:
-        ideal = tl.div_rn(tl.maximum(high, -low), tl.full(low.shape, LEVELS, tl.float32))
+        ideal = tl.div_rn(tl.abs(tl.maximum(high, -low)), tl.full(low.shape, LEVELS, tl.float32))
     else:
         ideal = tl.div_rn(high - low, tl.full(low.shape, LEVELS, tl.float32))
     peak = tl.max(tl.max(tl.where(used, ideal, 0.0), 1), 0)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from videokv.kernels.quantize_groups.layout import quotient
+
 BITS = 2
 TOP = (1 << BITS) - 1  # codes and zero points are 0..3
 
@@ -27,4 +29,4 @@ class TwoLevelCodes:
 def head_scale(widest: Tensor) -> Tensor:
     """The FP16 scale of heads whose groups span at most ``widest`` (float32)."""
     smallest = torch.finfo(torch.float16).smallest_normal * 2.0**-10
-    return (widest / TOP / 255).clamp(min=smallest).half()
+    return quotient(quotient(widest, TOP), 255).clamp(min=smallest).half()

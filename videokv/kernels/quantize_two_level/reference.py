@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.pack_codes import pack
+from videokv.kernels.quantize_groups.layout import quotient
 from videokv.kernels.quantize_two_level.layout import BITS, TOP, TwoLevelCodes, head_scale
 
 
@@ -23,7 +24,7 @@ def encode(x: Tensor, widest: Tensor, *, group_size: int) -> TwoLevelCodes:
     low = groups.amin(-1, keepdim=True).clamp(max=0)
     span = groups.amax(-1, keepdim=True).clamp(min=0) - low
     scale = head_scale(widest).unsqueeze(-1)
-    steps = (span / TOP / scale.float()).round_().clamp_(1, 255).mul_(span > 0)
+    steps = (quotient(span, TOP) / scale.float()).round_().clamp_(1, 255).mul_(span > 0)
     divisor = torch.where(steps > 0, steps * scale.float(), torch.inf)
     zeros = (-low / divisor).round_().clamp_(0, TOP)
     codes = (groups / divisor).round_().add_(zeros).clamp_(0, TOP)
