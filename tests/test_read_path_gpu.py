@@ -6,7 +6,15 @@ import torch
 import videokv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-NAMES = ["rtn-2bit", "quarot-2bit+calibrated", "quantwm-2bit+taylor", "qvg-2bit", "kivi-2bit"]
+NAMES = [
+    "rtn-2bit",
+    "quarot-2bit+calibrated",
+    "quantwm-2bit+taylor",
+    "qvg-2bit",
+    "kivi-2bit",
+    "videokv-2bit+calibrated",
+    "videokv-2bit-small",
+]
 
 
 def filled(name, device, *, dtype=torch.bfloat16, chunks=4, tokens=256):
