@@ -6,8 +6,16 @@ import torch
 import videokv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-NAMES = ["rtn-2bit", "quarot-2bit+calibrated", "quantwm-2bit+taylor", "qvg-2bit", "kivi-2bit"]
-CLUSTERED = ["quantwm-2bit+taylor", "qvg-2bit"]
+NAMES = [
+    "rtn-2bit",
+    "quarot-2bit+calibrated",
+    "quantwm-2bit+taylor",
+    "qvg-2bit",
+    "kivi-2bit",
+    "videokv-2bit+calibrated",
+    "videokv-2bit-small",
+]
+CLUSTERED = ["quantwm-2bit+taylor", "qvg-2bit", "videokv-2bit+calibrated", "videokv-2bit-small"]
 
 
 def rows_of(device, *, dtype=torch.bfloat16, chunks=4, tokens=256):

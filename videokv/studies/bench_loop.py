@@ -21,7 +21,12 @@ from torch.nn.utils import skip_init
 from videokv.studies.bench import Bench, Unavailable
 from videokv.studies.bench_baselines import Attention, QuantVideoGen, dense_attentions
 
-RECIPES = ("quarot-2bit+calibrated", "quantwm-2bit+calibrated", "videokv-2bit")
+RECIPES = (
+    "quarot-2bit+calibrated",
+    "quantwm-2bit+calibrated",
+    "videokv-2bit+calibrated",
+    "videokv-2bit-small+calibrated",
+)
 
 
 class Store(Protocol):

@@ -25,6 +25,7 @@ from videokv.kernels.quantize_unbiased.layout import GAUSSIAN_STEP, TRIED, Centr
 from videokv.rotation import Rotation, signs
 
 BLOCK_ELEMENTS = 8192  # of a program: 64 tokens of 128 channels
+WARPS = 4
 HALF_ROWS = 16  # of the padded table, the centroid zero among them
 _COUNTS = ["x_b", "x_h", "heads", "tokens"]
 
@@ -79,7 +80,7 @@ def quantize(
             EXACT=exact,
             ALIGN=row_alignment(x),
             PRECISION=products(kind, x.device),
-            num_warps=4,
+            num_warps=WARPS,
             num_stages=1,
             enable_fp_fusion=True,
         )

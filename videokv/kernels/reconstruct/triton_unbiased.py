@@ -43,6 +43,7 @@ from videokv.tensors import E4M3
 BLOCK_ELEMENTS = 8192  # of one step of a program: 64 tokens of 128 channels
 PROGRAMS = 1056  # eight for each of 132 multiprocessors; more would only fetch the matrix again
 LONGEST = 8  # blocks of a stretch
+WARPS = 4
 CENTRES = 16  # rows of the padded table
 _COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres", "rope_rows"]
 
@@ -92,15 +93,22 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope 
             RANK=rank,
             BR=max(16, triton.next_power_of_2(max(1, rank))),
             WIDE=wide,
-            PRECISION=products(out.dtype, out.device),
+            PRECISION=_precision(parts, out),
             AS_BYTES=out.dtype == E4M3,
             INTERLEAVED=rope is not None and rope.interleaved,
             PAIRS=0 if rope is None else rope.pairs,
             ALIGN=row_alignment(out),
-            num_warps=4,
+            num_warps=WARPS,
             num_stages=2,
             enable_fp_fusion=True,
         )
+
+
+def _precision(parts: Parts, out: Tensor) -> str:
+    """Of float32 products: one of TF32 where codes, signs and E4M3 are exact in it."""
+    found = products(out.dtype, out.device)
+    exact = parts.head_dim & (parts.head_dim - 1) == 0 and parts.group_size == parts.head_dim
+    return "tf32" if found == "tf32x3" and exact else found
 
 
 def _stretch(blocks: int, heads: int) -> int:

@@ -1,0 +1,72 @@
+"""Settings of the kernels of videokv's own format, timed on this GPU.
+
+    python benchmarks/unbiased_kernels.py
+
+[12, 28080, 128] in BF16, as in ``videokv bench``; the share is of the copy bandwidth measured in
+the same run. Settings that are better than the constants in the kernels' files belong there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import torch
+
+from videokv.kernels.assign_centroids import triton as centroid_kernels
+from videokv.kernels.quantize_unbiased import triton as encoding
+from videokv.kernels.reconstruct import triton_unbiased as reconstruction
+from videokv.protocols import EncodeContext
+from videokv.quantizers.unbiased import Unbiased, fit_centres
+from videokv.rotation import Rotation
+from videokv.studies.bench import Bench
+from videokv.tensors import held_bytes
+
+SHAPE = (1, 12, 28080, 128)
+
+
+def main() -> None:
+    """Print a line for each setting."""
+    bench = Bench(torch.device("cuda"))
+    x = bench.draw(*SHAPE)
+    copies = [torch.empty_like(x) for _ in range(4)]
+    turns = itertools.cycle(copies)
+    ms = bench.milliseconds(lambda: next(turns).copy_(x))
+    rate = 2 * x.nbytes / ms
+    print(f"copy {rate / 1e6:.0f} GB/s")
+    for bits in (2, 3):
+        chunk = Unbiased(bits).encode(x, EncodeContext(0, "key"))
+        moved = held_bytes(chunk) + x.nbytes
+        parts = chunk.parts()
+        for elements, warps, programs in itertools.product(
+            (4096, 8192, 16384), (4, 8), (264, 528, 1056, 1 << 30)
+        ):
+            reconstruction.BLOCK_ELEMENTS = elements
+            reconstruction.WARPS, reconstruction.PROGRAMS = warps, programs
+            ms = bench.milliseconds(
+                lambda: reconstruction.reconstruct(parts, next(turns), factor=None)  # noqa: B023
+            )
+            where = f"{bits} bits, {elements} elements, {warps} warps, {programs} programs"
+            print(f"reconstruct {where}: {ms:.4f} ms, {moved / ms / rate:.2f} of the copy")
+    _encode(bench, x)
+
+
+def _encode(bench: Bench, x: torch.Tensor) -> None:
+    centres = fit_centres(x, bits=4, iterations=1, seed=0)
+    fixed = {"group_size": SHAPE[3], "centres": centres, "rotation": Rotation(SHAPE[3])}
+    for bits, elements, warps in itertools.product((2, 3), (4096, 8192), (4, 8)):
+        encoding.BLOCK_ELEMENTS, encoding.WARPS = elements, warps
+        ms = bench.milliseconds(partial(encoding.quantize, x, bits=bits, **fixed))
+        print(f"encode {bits} bits, {elements} elements, {warps} warps: {ms:.4f} ms")
+    origin = x[:, :, :64].float().mean(2, keepdim=True)
+    table = x[:, :, :16].float() - origin
+    for stretches in (16, 32, 64, 128):
+        centroid_kernels.FEW_STRETCHES = stretches
+        ms = bench.milliseconds(partial(centroid_kernels.lloyd, x, origin, table))
+        print(f"one iteration of k-means, {stretches} stretches: {ms:.4f} ms")
+    ms = bench.milliseconds(partial(centroid_kernels.nearest_one, x, origin, table))
+    print(f"labels: {ms:.4f} ms")
+
+
+if __name__ == "__main__":
+    main()
