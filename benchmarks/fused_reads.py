@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import videokv
+from videokv.cache.chunks import decoded
 from videokv.kernels.attend import to_e4m3
 from videokv.kernels.reconstruct import Rope, decode_into
 from videokv.protocols import Segment
@@ -57,13 +58,13 @@ def _measure(name: str, options: argparse.Namespace) -> None:
     def in_complex_numbers() -> None:
         for chunk in chunks:
             pairs = torch.view_as_complex(
-                chunk.keys.decode(torch.bfloat16).double().unflatten(-1, (-1, 2))
+                decoded(chunk.keys, torch.bfloat16).double().unflatten(-1, (-1, 2))
             )
             out.copy_(torch.view_as_real(pairs * turns).flatten(-2))
 
     def afterwards() -> None:
         for chunk in chunks:
-            out.copy_(rope.turn(chunk.keys.decode(torch.bfloat16)))
+            out.copy_(rope.turn(decoded(chunk.keys, torch.bfloat16)))
 
     def together() -> None:
         for chunk in chunks:

@@ -24,6 +24,7 @@ from videokv.attention.adjacent import joined
 from videokv.attention.columns import ColumnCall, balance, score_columns
 from videokv.kernels.attend import MAX_COLUMNS, Call, Rows, attend, kernel_refusal, to_e4m3
 from videokv.protocols import Segment
+from videokv.tensors import E4M3
 
 
 class TritonBackend:
@@ -114,7 +115,11 @@ def _narrow_rows(segments: Sequence[Segment]) -> Rows:
             "cached segments in E4M3 must share one key_scale and one value_scale; gather them in "
             "one buffer, or give all in the query's dtype"
         )
-    keys, values = joined([s.keys for s in segments]), joined([s.values for s in segments])
+    # As bytes: not every device joins E4M3.
+    keys, values = (
+        joined([rows.view(torch.uint8) for rows in side]).view(E4M3)
+        for side in ([s.keys for s in segments], [s.values for s in segments])
+    )
     return Rows(keys, values, first.key_scale, first.value_scale)
 
 

@@ -42,6 +42,9 @@ def outside_graphs(*names: str) -> Callable[[Owner], Owner]:
 
 def _lazily(owner: type, name: str, method: Callable) -> Callable:
     """``method`` until the compiler is there; then what it never traces takes its place."""
+    if COMPILER in sys.modules:
+        untraced: Callable = torch.compiler.disable(method, reason=REASON)
+        return untraced
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
