@@ -40,10 +40,11 @@ class ModelAdapter(Protocol):
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Patch ``model`` and return what undoes it.
 
-        ``new_cache(branch=..., layers=..., scale=..., window_chunks=..., chunk_tokens=...,
-        sink_chunks=...)`` makes a cache of the recipe; ``branch`` names the guidance branch it
-        serves ("" where there is one), ``chunk_tokens`` replaces what the policy says,
-        ``sink_chunks`` are first chunks that the model never lets go, which stay dense.
+        ``new_cache(branch=..., alone=..., layers=..., scale=..., window_chunks=...,
+        chunk_tokens=..., sink_chunks=...)`` makes a cache of the recipe; ``branch`` names the
+        guidance branch it serves ("" where there is one), ``alone`` says that those of all other
+        branches are done, ``chunk_tokens`` replaces what the policy says, ``sink_chunks`` are
+        first chunks that the model never lets go, which stay dense.
         """
         ...
 
@@ -171,6 +172,7 @@ def _make(
     *,
     record_dense: bool,
     branch: str = "",
+    alone: bool = False,
     chunk_tokens: int | None = None,
     sink_chunks: int = 0,
     **arguments: Any,
@@ -186,8 +188,9 @@ def _make(
         options = {**cache.options(), **{name: arguments[name] for name in kept}}
         # the model's window may be in the policy of the cache
         cache = RecordingCache(dataclasses.replace(chosen, policy=cache.recipe.policy), **options)
-    if (old := state._latest.get(branch)) is not None:
-        state._encoded_before[branch] = state._encoded_before.get(branch, 0) + old.encode_calls
+    for name in list(state._latest) if alone else [branch]:
+        if (old := state._latest.pop(name, None)) is not None:
+            state._encoded_before[name] = state._encoded_before.get(name, 0) + old.encode_calls
     state._latest[branch] = cache
     return cache
 

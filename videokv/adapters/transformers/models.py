@@ -7,9 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from videokv.adapters.transformers.attention import NAME, attention, mask
 
@@ -32,11 +30,6 @@ class Layers:
 
 def check_model(model: PreTrainedModel) -> Layers:
     """The layers of a model, where all of them can be served; else ValueError."""
-    if not hasattr(CacheLayerMixin, "get_max_length"):
-        raise ValueError(
-            f"CompressedCache needs transformers 5 (made with 5.24), this is "
-            f"{transformers.__version__}: pip install -U transformers"
-        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"CompressedCache takes a transformers model, got {type(model).__name__}; for video "
