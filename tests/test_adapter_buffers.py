@@ -82,6 +82,19 @@ def test_noise_is_on_packed_rows_only(name):
 
 
 @pytest.mark.parametrize("name", FAKES)
+def test_verify_compares_with_dense_attention(name):
+    model, run = setting(name)
+    expected = run()
+    for recipe, below in [("bf16", 1e-6), ("rtn-8bit", 0.01)]:
+        options = {"group_size": 16} if recipe != "bf16" else {}
+        with videokv.compress(model, recipe, record_dense=True, **options) as kv:
+            assert float((run() - expected).norm() / expected.norm()) <= below
+        checks = kv.verify()
+        assert [check.layer for check in checks] == [0, 1]
+        assert all(check.ok and check.error < below for check in checks)
+
+
+@pytest.mark.parametrize("name", FAKES)
 def test_memory_is_flat_once_the_window_is_full(name):
     if name == "CausVid":
         pytest.skip("CausVid has no window")

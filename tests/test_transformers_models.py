@@ -345,7 +345,11 @@ def test_verify_inside_compress():
         generate(model, ids, max_new_tokens=4)
     assert [check.layer for check in kv.verify(0.02)] == [0, 2]  # the packed ones
     assert all(check.ok for check in kv.verify(0.02))
+    ids, mask = padded([30, 7, 19])
+    with videokv.compress(model, "rtn-8bit", chunk_tokens=8, record_dense=True) as kv:
+        generate(model, ids, attention_mask=mask, max_new_tokens=4)
+        assert {check.branch for check in kv.verify(0.02)} == {0, 1, 2}
     with videokv.compress(model, "rtn-8bit") as kv:
         generate(model, ids, max_new_tokens=2)
         with pytest.raises(ValueError, match="record_dense=True"):
-            kv.verify(0.02)
+            kv.verify()

@@ -63,8 +63,13 @@ class History:
             keys = torch.cat([part.keys for part in exact], 2)
             values = torch.cat([part.values for part in exact], 2)
             return self.cache.attend(layer, query, keys, values, scale=scale)
-        segments = [*before, *self.cache.view(layer), Segment(keys, values)]
-        return attend_segments(self.cache, layer, query, segments, scale=scale)
+        return attend_segments(
+            self.cache,
+            layer,
+            query,
+            lambda source: [*before, *source.view(layer), Segment(keys, values)],
+            scale=scale,
+        )
 
     def _finish(self) -> None:
         """The cache pass is over when its rows are read."""
