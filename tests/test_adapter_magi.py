@@ -78,3 +78,22 @@ def test_verify_compares_with_dense_attention(kv_range):
             fake.rollout(model, noise, kv_range=kv_range)
         assert [check.layer for check in kv.verify()] == [0, 1]
         assert all(check.ok and check.error < below for check in kv.verify())
+
+
+def test_what_does_not_fit_is_refused_at_compress():
+    model, _ = setting()
+    for options, message in [
+        ({"group_size": 64}, "layer 0: group_size 64 does not divide head_dim 16; use one of"),
+        ({"group_size": 16, "window_chunks": 2}, "moves its window itself"),
+    ]:
+        with (
+            pytest.raises(ValueError, match=message),
+            videokv.compress(model, "rtn-2bit", **options),
+        ):
+            pass
+    model.layers[1].model_config.num_query_groups = 4
+    with (
+        pytest.raises(ValueError, match="layer 1: 6 query heads are no multiple of 4 key heads"),
+        videokv.compress(model, "rtn-2bit", group_size=16),
+    ):
+        pass

@@ -178,10 +178,10 @@ def test_rows_beyond_the_buffer_are_refused():
 def test_what_is_not_served_is_refused():
     model = model_of()
     with (
-        videokv.compress(model, "rtn-2bit", window_chunks=2),
         pytest.raises(ValueError, match="moves its window itself"),
+        videokv.compress(model, "rtn-2bit", window_chunks=2),
     ):
-        run(model, 36, fake.noise())
+        pass
     cache = model.new_cache(36)
     with videokv.compress(model, "bf16"):
         fake.rollout(model, cache, fake.noise(chunks=1))

@@ -179,3 +179,16 @@ def test_verify_compares_with_dense_attention(name):
         layers = [(branch, layer) for branch in range(BRANCHES[name]) for layer in range(LAYERS)]
         assert [(check.branch, check.layer) for check in checks] == layers
         assert all(check.ok and check.error < below for check in checks)
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_what_does_not_fit_is_refused_at_compress(name):
+    model, run, _ = FAKES[name]()
+    expected = run()
+    for recipe, options, message in [
+        ("rtn-2bit", {"group_size": 64}, "layer 0: group_size 64 does not divide head_dim 16; use"),
+        ("rtn-2bit", {"window_chunks": 2, "group_size": 16}, "moves its window itself"),
+    ]:
+        with pytest.raises(ValueError, match=message), videokv.compress(model, recipe, **options):
+            pass
+    assert torch.equal(run(), expected)

@@ -158,6 +158,24 @@ def test_a_model_is_compressed_once(kind):
     assert not isinstance(kind.blocks(model)[0].attn1.processor, OurProcessor)
 
 
+@pytest.mark.parametrize(
+    "make", [tiny.anyflow, tiny.sana, tiny.skyreels], ids=lambda make: make.__name__
+)
+def test_what_does_not_fit_is_refused_at_compress(make):
+    model = make()
+    match = "layer 0: group_size 48 does not divide head_dim 32"
+    with (
+        pytest.raises(ValueError, match=match),
+        videokv.compress(model, "rtn-2bit", group_size=48),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="weights are torch.float64"),
+        videokv.compress(model.double(), "rtn-2bit"),
+    ):
+        pass
+
+
 @PIPELINES
 def test_verify_names_the_layer_that_stands_out(kind):
     model = kind.make(num_layers=3)

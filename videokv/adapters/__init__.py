@@ -13,8 +13,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
+from videokv.adapters.served import Served, check
 from videokv.adapters.verify import LayerCheck, RecordingCache
 from videokv.cache import KVCache, Mass, Memory
 from videokv.cache.mass import combined as combined_mass
@@ -36,6 +37,10 @@ class ModelAdapter(Protocol):
         """Whether this model is of that kind. Must not import its library."""
         ...
 
+    def served(self, model: Any) -> Served:
+        """What the model asks of a recipe, as far as it can be told before it runs."""
+        ...
+
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Patch ``model`` and return what undoes it.
 
@@ -45,15 +50,6 @@ class ModelAdapter(Protocol):
         branches are done, ``chunk_tokens`` replaces what the policy says, ``sink_chunks`` are
         first chunks that the model never lets go, which stay dense.
         """
-        ...
-
-
-@runtime_checkable
-class KnowsHeads(Protocol):
-    """An adapter that can tell the head sizes of a model before it runs."""
-
-    def head_dims(self, model: Any) -> tuple[int, int] | None:
-        """Channels of a key head and of a value head; None where this model does not say."""
         ...
 
 
@@ -144,17 +140,17 @@ def compress(
     """Inside the context, ``model`` keeps its keys and values as the recipe says.
 
     name: a recipe or its name; ``overrides`` change it as in ``videokv.recipe``. workspace_bytes,
-    record_mass: see ``KVCache``. record_dense: run every step on a dense copy of the history too, for
-    ``verify()`` (in short self-tests). The model is restored on exit, after an exception too.
+    record_mass: see ``KVCache``. record_dense: run every step on a dense copy of the history too,
+    for ``verify()`` (in short self-tests). The model is restored on exit, after an exception too.
 
     Raises:
-        ValueError: unknown recipe or option, a model that no adapter knows, or heads that the
-            recipe cannot encode (on entry where the adapter knows their size, else at the first
-            write).
+        ValueError: unknown recipe or option, a model that no adapter knows, or heads, a window or
+            rotary embedding for which the recipe does not serve (on entry; heads whose size a
+            model does not tell, at the first write).
     """
     chosen = recipe(name, **overrides)
     adapter = _adapter_of(model)
-    _check_heads(chosen, adapter, model)
+    check(chosen, adapter.served(model), name=adapter.name)
     state = Compressed(chosen)
     make = functools.partial(
         _make,
@@ -196,12 +192,6 @@ def _make(
             state._encoded_before[name] = state._encoded_before.get(name, 0) + old.encode_calls
     state._latest[branch] = cache
     return cache
-
-
-def _check_heads(chosen: Recipe, adapter: ModelAdapter, model: Any) -> None:
-    sizes = adapter.head_dims(model) if isinstance(adapter, KnowsHeads) else None
-    if sizes is not None:
-        chosen.check(sizes[0], value_head_dim=sizes[1])
 
 
 def _adapter_of(model: Any) -> ModelAdapter:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from videokv.adapters.rows import Piece, Pieces, cut, holds, laid_over, length, paired, ranges
+from videokv.adapters.served import check_window
 from videokv.adapters.verify import RecordingCache
 from videokv.cache import KVCache
 from videokv.cache.layer import LayerState
@@ -34,7 +35,7 @@ class Store:
         self._make = make
         self.snapshot = snapshot
         self.cache = make()
-        refuse_window(self.cache)
+        check_window(self.cache.recipe)
         # Whoever reads a layer holds it, and a layer holds its store: no cycle keeps rows alive.
         self.layers: weakref.WeakValueDictionary[int, StoredLayer] = weakref.WeakValueDictionary()
         self.position: int | None = None
@@ -131,13 +132,16 @@ class StoredLayer:
         values: Pieces,
         *,
         scale: float | None = None,
-        query_is_key_basis: bool = True,
+        key_query: Tensor | None,
     ) -> Tensor:
-        """Attention of ``[B, M, Hq, D]`` over rows of this layer; ``[B, M, Hq, Dv]``."""
+        """Attention of ``[B, M, Hq, D]`` over rows of this layer; ``[B, M, Hq, Dv]``.
+
+        key_query: the queries in the basis in which keys are written, where the model shows them.
+        """
         if self._fresh:
-            self.settle(query if query_is_key_basis else None)
-        elif query_is_key_basis:
-            self._query = query
+            self.settle(key_query)
+        else:
+            self._query = key_query
         output = attend_pieces(
             self.store.cache, self.index, _heads(query), keys, values, scale=scale
         )
@@ -359,12 +363,3 @@ def _without(pieces: Pieces, token: int) -> Pieces:
             count = token - piece.token
             kept += [piece.part(0, count), Piece(piece.count - count)]
     return tuple(kept)
-
-
-def refuse_window(cache: KVCache) -> None:
-    """Raise ValueError where the recipe sets a window of its own."""
-    if cache.recipe.policy.window_chunks is not None:
-        raise ValueError(
-            f"window_chunks = {cache.recipe.policy.window_chunks}: this model moves its window "
-            "itself; leave window_chunks out of the recipe and set the model's own window"
-        )

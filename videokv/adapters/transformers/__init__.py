@@ -24,6 +24,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from videokv.adapters.served import Served
+
 if TYPE_CHECKING:
     from videokv.adapters.transformers.cache import CompressedCache
 
@@ -55,12 +57,12 @@ class LanguageModels:
             base.endswith("ForCausalLM") for base in bases
         )
 
-    def head_dims(self, model: Any) -> tuple[int, int] | None:
-        """See ``models.head_dims``."""
+    def served(self, model: Any) -> Served:
+        """See ``models.heads``."""
         check_version()
-        from videokv.adapters.transformers.models import head_dims
+        from videokv.adapters.transformers.models import heads
 
-        return head_dims(model)
+        return Served(heads(model))
 
     def install(self, model: Any, new_cache: Callable[..., Any]) -> Callable[[], None]:
         """See ``generate.replace_generate``."""

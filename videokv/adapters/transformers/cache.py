@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from videokv.adapters.served import Served, check
 from videokv.adapters.transformers.attention import NAME
 from videokv.adapters.transformers.layers import CompressedLayer, WindowLayer
 from videokv.adapters.transformers.models import (
     check_installed,
     check_model,
-    head_dims,
+    heads,
     install,
     uninstall,
 )
@@ -73,8 +74,7 @@ class CompressedCache(Cache):
     ) -> None:
         chosen = find_recipe(recipe)
         check_model(model)
-        if (sizes := head_dims(model)) is not None:
-            chosen.check(sizes[0], value_head_dim=sizes[1])
+        check(chosen, Served(heads(model)), name=type(model).__name__)
         new_cache = functools.partial(_new_cache, chosen, options)
         self._prepare(model, new_cache, chunk)
 
