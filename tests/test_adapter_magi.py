@@ -67,3 +67,33 @@ def test_what_is_not_served_is_refused():
             model(noise[:4], params, fake.meta_of(0, 1, 4), 0)
         with pytest.raises(ValueError, match="layer 0: commit"):
             model(noise[:4], params, fake.meta_of(5, 6, 4), 0)
+
+
+@pytest.mark.parametrize("kv_range", [None, 2], ids=str)
+def test_verify_compares_with_dense_attention(kv_range):
+    model, noise = setting()
+    for recipe, below in [("bf16", 1e-6), ("rtn-8bit", 0.01)]:
+        options = {"group_size": 16} if recipe != "bf16" else {}
+        with videokv.compress(model, recipe, record_dense=True, **options) as kv:
+            fake.rollout(model, noise, kv_range=kv_range)
+        assert [check.layer for check in kv.verify()] == [0, 1]
+        assert all(check.ok and check.error < below for check in kv.verify())
+
+
+def test_what_does_not_fit_is_refused_at_compress():
+    model, _ = setting()
+    for options, message in [
+        ({"group_size": 64}, "layer 0: group_size 64 does not divide head_dim 16; use one of"),
+        ({"group_size": 16, "window_chunks": 2}, "moves its window itself"),
+    ]:
+        with (
+            pytest.raises(ValueError, match=message),
+            videokv.compress(model, "rtn-2bit", **options),
+        ):
+            pass
+    model.layers[1].model_config.num_query_groups = 4
+    with (
+        pytest.raises(ValueError, match="layer 1: 6 query heads are no multiple of 4 key heads"),
+        videokv.compress(model, "rtn-2bit", group_size=16),
+    ):
+        pass

@@ -165,9 +165,30 @@ def test_memory_is_that_of_the_last_rebuild():
         for _ in range(40):
             pipeline(randn(1, 12, 24), randn(1, 4, 24, seed=1), segments=1, steps=1)
             held.append(kv.memory().held_bytes)
-        with pytest.raises(ValueError, match="recent_chunks=1"):
-            kv.verify()
     assert len(set(held)) == 1
-    with videokv.compress(pipeline, "rtn-8bit", recent_chunks=1) as kv:
-        pipeline(randn(1, 12, 24), randn(1, 4, 24, seed=1), segments=1)
-        assert all(e.relative_error < 0.02 for e in kv.verify(limit=0.02))
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_verify_compares_with_dense_attention(name):
+    model, run, _ = FAKES[name]()
+    for recipe, below in [("bf16", 1e-6), ("rtn-8bit", 0.01)]:
+        options = {"group_size": 16} if recipe != "bf16" else {}
+        with videokv.compress(model, recipe, record_dense=True, **options) as kv:
+            run()
+        checks = kv.verify()
+        layers = [(branch, layer) for branch in range(BRANCHES[name]) for layer in range(LAYERS)]
+        assert [(check.branch, check.layer) for check in checks] == layers
+        assert all(check.ok and check.error < below for check in checks)
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_what_does_not_fit_is_refused_at_compress(name):
+    model, run, _ = FAKES[name]()
+    expected = run()
+    for recipe, options, message in [
+        ("rtn-2bit", {"group_size": 64}, "layer 0: group_size 64 does not divide head_dim 16; use"),
+        ("rtn-2bit", {"window_chunks": 2, "group_size": 16}, "moves its window itself"),
+    ]:
+        with pytest.raises(ValueError, match=message), videokv.compress(model, recipe, **options):
+            pass
+    assert torch.equal(run(), expected)

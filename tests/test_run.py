@@ -1,7 +1,10 @@
 """``videokv run`` on a made-up checkout whose script calls the fake of Self-Forcing."""
 
+import contextlib
 import json
+import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -89,21 +92,108 @@ def test_refusals_say_what_to_do(repo, capsys, monkeypatch):
         model="sora"
     )
     assert "is no checkout of causvid: it has no minimal_inference" in refused(model="causvid")
-    assert "needs --checkpoint and at least one --prompt" in refused()
+    assert "needs --checkpoint and --prompt" in refused()
     assert "nothing was compressed" in refused(*USUAL, "--", "--use_ema")
     assert "ended with 2" in refused(*USUAL, "--", "--wrong")
     assert "no such file" in refused("--checkpoint", "none.pt", "--prompt", "b").lower()
     assert "unknown recipe" in refused(*USUAL, recipe="rtm-2bit")
-    assert "leave out checkpoint, prompt" in refused(*USUAL, model="longlive-v1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "needs an NVIDIA GPU" in refused(*USUAL)
 
 
-def test_causvid_takes_a_folder(tmp_path):
-    options = checkout.RunOptions(checkpoint=tmp_path, config=Path("c"), out=Path("o"))
-    made = checkout.causvid_arguments(options, Path("p"))
-    assert made[:4] == ["--config_path", "c", "--checkpoint_folder", str(tmp_path)]
-    with pytest.raises(ValueError, match="no option for seed"):
-        checkout.causvid_arguments(checkout.RunOptions(seed=1), Path("p"))
-    with pytest.raises(ValueError, match="the folder that holds model.pt"):
-        checkout.causvid_arguments(checkout.RunOptions(checkpoint=tmp_path / "x.pt"), Path("p"))
+def arguments(name, folder, **given):
+    usual = {"checkpoint": folder, "prompts": ("a cat",), "out": folder / "out"}
+    known = checkout.CHECKOUTS[name]
+    options = checkout.RunOptions(**{**usual, **given})
+    return checkout._arguments(known, folder, name, options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for known in checkout.CHECKOUTS.values():
+        if known.config is not None:
+            path = tmp_path / known.config
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("a:\n  data_path: x\n  generator_ckpt: y  # here\nseed: 0\n")
+    return tmp_path
+
+
+def test_arguments_of_each_script(folder):
+    out = str(folder / "out")
+    made = arguments("causvid", folder)
+    assert made[:4] == [
+        *("--config_path", str(folder / "configs/wan_causal_dmd.yaml")),
+        *("--checkpoint_folder", str(folder)),
+    ]
+    assert arguments("lingbot-world-2", folder, frames=3, more=("--image", "i.png")) == [
+        *("--ckpt_dir", str(folder), "--prompt", "a cat", "--save_file", f"{out}/video.mp4"),
+        *("--frame_num", "9", "--image", "i.png"),
+    ]
+    assert arguments("hy-worldplay", folder, seed=2)[:4] == [
+        *("--model_type", "ar", "--action_ckpt", str(folder)),
+    ]
+    assert arguments("hy-worldplay-wan", folder, frames=8)[-2:] == ["--num_chunk", "2"]
+    assert arguments("longcat-video", folder, prompts=()) == ["--checkpoint_dir", str(folder)]
+    config = folder / "configs/longlive_inference.yaml"
+    assert arguments("magi-1", folder, checkpoint=None, config=config)[:4] == [
+        *("--mode", "t2v", "--config_file", str(config)),
+    ]
+    assert arguments("krea", folder, checkpoint=None, prompts=()) == []
+    made = arguments("longlive-v1", folder, seed=5, frames=30)
+    assert made == ["--config_path", f"{out}/config.yaml"]
+    assert Path(made[1]).read_text() == (
+        f'a:\n  data_path: "{out}/prompts.txt"\n  generator_ckpt: "{folder}"\nseed: 5\n'
+        f'output_folder: "{out}"\nnum_output_frames: 30\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("causvid", {"seed": 1}, "no option for seed.*the folder that holds model.pt"),
+        ("causvid", {"checkpoint": Path("x.pt")}, "takes a folder as --checkpoint, got x.pt"),
+        ("matrix-game-2", {}, "no option for prompt; leave out --prompt .*--img_path"),
+        ("lingbot-world-2", {"prompts": ("a", "b")}, "takes one --prompt, got 2"),
+        ("hy-worldplay-wan", {"frames": 6}, "chunks of 4 latent frames, got --frames 6"),
+        ("magi-1", {"checkpoint": None}, "needs --config .weights, seed and frames are in its"),
+        ("krea", {}, "no option for checkpoint, prompt"),
+        ("longcat-video", {"prompts": (), "checkpoint": None}, "needs --checkpoint"),
+    ],
+)
+def test_what_a_script_does_not_take_is_refused(folder, name, given, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(name, folder, **given)
+
+
+def test_models_without_a_script_name_the_documented_way(repo, capsys):
+    for name in ("skyreels-v2", "transformers"):
+        assert command(*USUAL, model=name) == cli.WRONG_USAGE
+        assert f"videokv.compress(model, recipe), as docs/models/{name}.md" in " ".join(
+            capsys.readouterr().err.split()
+        )
+
+
+class Caching:
+    def forward(self, x, return_kv=False, **more):
+        return return_kv or more.get("kv_cache_dict")
+
+
+@pytest.mark.parametrize("call", [((1, True), {}), ((1,), {"kv_cache_dict": "d"})], ids=str)
+def test_the_model_is_held_at_its_first_pass_with_a_cache(call, monkeypatch, tmp_path):
+    """Also where the argument comes by position, and where a script expects torchrun."""
+    monkeypatch.setitem(sys.modules, "held_model", types.SimpleNamespace(Caching=Caching))
+    monkeypatch.setattr(checkout, "compress", lambda model, _: contextlib.nullcontext(model))
+    monkeypatch.delenv("RANK", raising=False)
+    known = checkout.Checkout(
+        "held_model", "Caching", "run.py", marks=("return_kv", "kv_cache_dict"), launched=True
+    )
+    original, model = Caching.forward, Caching()
+    with contextlib.ExitStack() as stack:
+        with checkout._inside(known, tmp_path, tmp_path / "run.py", []):
+            assert os.environ["RANK"] == "0"
+        assert "RANK" not in os.environ
+        held = checkout._hold_on_first_pass(known, checkout.recipe("rtn-8bit"), stack)
+        assert not model.forward(1) and not held
+        assert model.forward(*call[0], **call[1]) and held == [model]
+        assert Caching.forward is original
+    assert Caching.forward is original

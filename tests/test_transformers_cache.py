@@ -10,12 +10,12 @@ import types
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+transformers = pytest.importorskip("transformers", minversion="4.56")
 
 import videokv  # noqa: E402
 from videokv.adapters.transformers.attention import attention  # noqa: E402
+from videokv.adapters.transformers.cache import CROPS_TO_LENGTH, CompressedCache  # noqa: E402
 from videokv.adapters.transformers.models import cache_keyword, head_dims  # noqa: E402
-from videokv.transformers import CompressedCache  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -266,8 +266,13 @@ def test_crop_clamps_and_refuses_the_old_meaning(model):
         prefill(model, cache, text(3), [3])
         cache.crop(0)
         assert cache.get_seq_length() == 3
-        with pytest.raises(ValueError, match="minus the number of tokens"):
+        if CROPS_TO_LENGTH:  # transformers 4
             cache.crop(2)
+            cache.crop(7)
+            assert cache.get_seq_length() == 2
+        else:
+            with pytest.raises(ValueError, match="minus the number of tokens"):
+                cache.crop(2)
         cache.crop(-5)
         assert cache.get_seq_length() == 0
         prefill(model, cache, text(70), [64, 6])
@@ -296,9 +301,9 @@ def test_a_forward_of_no_tokens_changes_nothing(model):
     with CompressedCache(model, "rtn-2bit", chunk=16) as cache:
         prefill(model, cache, text(20), [20])
         for layer, block in enumerate(model.model.layers):
-            key, query, options = torch.zeros(1, 2, 0, 32), torch.zeros(1, 6, 0, 32), {}
-            key, value = cache.update(key, key, layer, kwargs=options)
-            output, _ = attention(block.self_attn, query, key, value, None, **options)
+            key, query = torch.zeros(1, 2, 0, 32), torch.zeros(1, 6, 0, 32)
+            key, value = cache.update(key, key.clone(), layer)
+            output, _ = attention(block.self_attn, query, key, value, None)
             assert output.shape == (1, 0, 6, 32)
         assert cache.get_seq_length() == 20
         prefill(model, cache, text(12), [12])
@@ -308,13 +313,29 @@ def test_a_forward_of_no_tokens_changes_nothing(model):
 # -- what is refused -------------------------------------------------------------------------
 
 
-def test_padding_is_refused(model):
-    mask = torch.ones(2, 12, dtype=torch.long)
+def test_padding_on_the_right_and_changing_padding_are_refused(model):
+    ids, mask = text(12, batch=2), torch.ones(2, 12, dtype=torch.long)
+    full = mask.clone()
     mask[0, :3] = 0
     with CompressedCache(model, "bf16") as cache:
-        with pytest.raises(ValueError, match="no padding"):
-            forward(model, text(12, batch=2), cache, attention_mask=mask)
-        forward(model, text(12, batch=2), cache, attention_mask=torch.ones_like(mask))
+        forward(model, ids, cache, attention_mask=full)
+        with pytest.raises(ValueError, match="came without padding"):
+            forward(model, ids, cache, attention_mask=torch.cat([mask, mask], 1))
+    with CompressedCache(model, "bf16") as cache:
+        with pytest.raises(ValueError, match="padding on the left"):
+            forward(model, ids, cache, attention_mask=mask.flip(1))
+        cache.crop(0)
+        forward(model, ids, cache, attention_mask=mask)
+        with pytest.raises(ValueError, match="brought no attention mask"):
+            forward(model, ids, cache)
+        cache.crop(0)
+        with pytest.raises(ValueError, match="row 0 had 3 pads.*now has 4 zeros"):
+            shorter = torch.cat([mask, full], 1)
+            shorter[0, 3] = 0
+            forward(model, ids, cache, attention_mask=shorter)
+        cache.crop(0)
+        with pytest.raises(ValueError, match="beam search"):
+            cache.reorder_cache(torch.tensor([1, 0]))
 
 
 def test_a_mask_of_ones_own_is_refused(model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import videokv
-from videokv.adapters.verify import RecordingCache, bad_layers, verify
+from videokv.adapters.verify import RecordingCache, bad_layers
 
 
 def rows(tokens, *, seed, heads=2, queries=4, size=32, value_size=48, dtype=torch.float32):
@@ -57,18 +57,27 @@ def test_verify_is_the_plain_formula():
         torch.cat([s.keys for s in segments], 2), torch.cat([s.values for s in segments], 2)
     )
     true = attention(keys, values)
-    step = rows(63, seed=10)
-    check = verify(cache, 0, *step, keys, values, 0.5, scale=0.2)
+    cache.attend(0, *rows(63, seed=10), 0.2)
+    (check,) = cache.check(0.5)
     assert check.error == pytest.approx(float((found - true).norm() / true.norm()), rel=1e-4)
     assert check.ok and check.tokens == 126 and "ok" in str(check)
+
+
+def step(cache, tokens=63, seed=0):
+    layers = range(len(cache.layer_states()))
+    for layer in layers:
+        query, key, value = rows(tokens, seed=seed + layer)
+        cache.attend(layer, query, key, value)
 
 
 def test_a_bad_layer_is_named():
     cache = filled("rtn-4bit", layers=5)
     state = cache.layer_states()[3]
     state.chunks[1].keys.packed.zero_()
+    step(cache)
     assert bad_layers(cache.check()) == [3]
     state.chunks[1].keys.steps.view(torch.uint8).fill_(0x7F)  # NaN
+    step(cache)
     assert cache.check()[3].error == float("inf")
 
 
@@ -76,26 +85,19 @@ def test_the_record_follows_crop_forget_and_rows():
     cache = filled("bf16")
     cache.forget(40)
     cache.crop(150)
+    step(cache)
     assert [check.tokens for check in cache.check()] == [110, 110]
     assert max(check.error for check in cache.check()) < 1e-6
-    cache.select_batch([1, 0, 1])
-    with pytest.raises(ValueError, match="needs a step"):
-        cache.check()
-    query, key, value = (t[:1].repeat(3, 1, 1, 1) for t in rows(5, seed=3))
-    for layer in range(2):
-        cache.attend(layer, query, key, value)
+    cache.select_batch([1, 0])
+    step(cache, 5, seed=3)
     assert max(check.error for check in cache.check()) < 1e-6
     cache.reset()
-    with pytest.raises(ValueError, match="needs a step"):
-        cache.check()
+    assert cache.check() == ()
 
 
 def test_bad_arguments():
     cache = filled("rtn-4bit")
-    step = rows(63, seed=0)
-    with pytest.raises(ValueError, match="holds 189 tokens, dense_keys has 63"):
-        verify(cache, 0, *step, *step[1:], 0.1)
     with pytest.raises(ValueError, match="tolerance must be positive"):
-        verify(cache, 0, *step, *step[1:], 0.0)
+        cache.check(0.0)
     with pytest.raises(ValueError, match="starts empty"):
-        cache.restore({}, length=0)
+        cache.restore({}, length=3)

@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     if name != "CompressedCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from videokv.adapters.transformers.cache import CompressedCache
+        from videokv.adapters.transformers import CompressedCache
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

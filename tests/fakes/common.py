@@ -44,6 +44,7 @@ class Projections(nn.Module):
     def __init__(self, width, heads, size, kv_heads=None):
         super().__init__()
         self.heads, self.size, self.kv_heads = heads, size, kv_heads or heads
+        self.num_heads, self.head_dim = heads, size
         self.q = nn.Linear(width, heads * size, bias=False)
         self.k = nn.Linear(width, self.kv_heads * size, bias=False)
         self.v = nn.Linear(width, self.kv_heads * size, bias=False)

@@ -33,6 +33,7 @@ class Transformer(nn.Module):
     def __init__(self, layers=2, width=24, heads=3, size=16):
         super().__init__()
         self.attn = nn.ModuleList(Projections(width, heads, size) for _ in range(layers))
+        self.hidden_size, self.heads_num, self.double_blocks = heads * size, heads, [*self.attn]
 
     def text(self, prompt):
         """[B, S, width] -> a cache whose text rows are filled."""

@@ -39,6 +39,7 @@ class Transformer(nn.Module):
     def __init__(self, layers=2, width=24, heads=3, size=16):
         super().__init__()
         self.attn = nn.ModuleList(Attention(width, heads, size) for _ in range(layers))
+        self.attention_head_dim = size
 
     def forward(self, x, kv_cache, is_cache=False, **more):
         new = []

@@ -19,6 +19,7 @@ class Attention(nn.Module):
     def __init__(self, width, heads, size):
         super().__init__()
         self.heads, self.size, self.scale, self.enable_bsa = heads, size, size**-0.5, False
+        self.num_heads, self.head_dim = heads, size
         self.qkv, self.proj = nn.Linear(width, 3 * heads * size), nn.Linear(heads * size, width)
         self.rope_3d = Rope()
 

@@ -30,6 +30,9 @@ class FullyParallelAttention(Projections):
         super().__init__(width, heads, size, kv_heads)
         self.layer_number = layer
         self.engine_config = SimpleNamespace(cp_strategy="none")
+        self.model_config = SimpleNamespace(
+            kv_channels=size, num_attention_heads=heads, num_query_groups=kv_heads
+        )
 
     def adjust_key_and_value_for_inference(self, key_and_value, inference_params, meta_args):
         if inference_params is None:

@@ -9,13 +9,13 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from videokv.adapters.verification import LayerError
-from videokv.adapters.verification import verify as verify_newest
+from videokv.adapters.served import Served, check
 from videokv.adapters.verify import LayerCheck, RecordingCache
 from videokv.cache import KVCache, Mass, Memory
 from videokv.cache.mass import combined as combined_mass
@@ -37,23 +37,19 @@ class ModelAdapter(Protocol):
         """Whether this model is of that kind. Must not import its library."""
         ...
 
+    def served(self, model: Any) -> Served:
+        """What the model asks of a recipe, as far as it can be told before it runs."""
+        ...
+
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Patch ``model`` and return what undoes it.
 
-        ``new_cache(branch=..., layers=..., scale=..., window_chunks=..., chunk_tokens=...,
-        sink_chunks=...)`` makes a cache of the recipe; ``branch`` names the guidance branch it
-        serves ("" where there is one), ``chunk_tokens`` replaces what the policy says,
-        ``sink_chunks`` are first chunks that the model never lets go, which stay dense.
+        ``new_cache(branch=..., alone=..., layers=..., scale=..., window_chunks=...,
+        chunk_tokens=..., sink_chunks=...)`` makes a cache of the recipe; ``branch`` names the
+        guidance branch it serves ("" where there is one), ``alone`` says that those of all other
+        branches are done, ``chunk_tokens`` replaces what the policy says, ``sink_chunks`` are
+        first chunks that the model never lets go, which stay dense.
         """
-        ...
-
-
-@runtime_checkable
-class KnowsHeads(Protocol):
-    """An adapter that can tell the head sizes of a model before it runs."""
-
-    def head_dims(self, model: Any) -> tuple[int, int] | None:
-        """Channels of a key head and of a value head; None where this model does not say."""
         ...
 
 
@@ -86,30 +82,34 @@ class Compressed:
         """Attention mass on cached keys in the last rollout (needs ``record_mass=True``)."""
         return combined_mass(cache.mass() for cache in self._some())
 
-    def verify(
-        self, tolerance: float | None = None, *, limit: float | None = None
-    ) -> tuple[LayerCheck, ...] | tuple[LayerError, ...]:
-        """Compare attention on packed rows with dense attention, layer by layer.
+    def verify(self, tolerance: float | None = None) -> tuple[LayerCheck, ...]:
+        """Compare attention on packed rows with dense attention: the last step of every layer.
 
-        In a context with ``record_dense=True``: the last step of every layer on the whole history
-        (``adapters/verify.py``); ``tolerance`` is the largest relative error of the output, None
-        three times the layers' median, at least 1 %, and ``ok`` of each check says whether its
-        layer is within. Without: the newest dense rows of every layer are packed once more and
-        attended both ways (``adapters/verification.py``); ``limit`` raises where a layer is above.
+        Needs a context with ``record_dense=True``, in which every step runs on the packed history
+        and on a dense copy. tolerance: largest relative error of a layer's output; None takes three
+        times the layers' median, at least 1 %. A warning names the layers above it, and ``ok`` of
+        their checks is False.
 
         Raises:
-            ValueError: nothing was recorded, no dense rows are left, a layer is above ``limit``, or
-                the argument is the other form's.
+            ValueError: nothing was recorded, or the tolerance is not positive.
         """
-        caches = self._some()
-        recorded = [cache for cache in caches if isinstance(cache, RecordingCache)]
-        if len(recorded) < len(caches):
-            if tolerance is not None:
-                raise ValueError("verify(tolerance) needs videokv.compress(..., record_dense=True)")
-            return verify_newest(caches, limit=limit)
-        if limit is not None:
-            raise ValueError("with record_dense=True give verify(tolerance), not limit")
-        return tuple(check for cache in recorded for check in cache.check(tolerance))
+        recorded = [cache for cache in self._some() if isinstance(cache, RecordingCache)]
+        if not recorded:
+            raise ValueError("verify() needs videokv.compress(..., record_dense=True)")
+        checks = tuple(
+            check
+            for number, cache in enumerate(recorded)
+            for check in cache.check(tolerance, branch=number)
+        )
+        if not checks:
+            raise ValueError("verify() needs a step on a history; run the model for two chunks")
+        if bad := [str(check) for check in checks if not check.ok]:
+            warnings.warn(
+                f"attention on packed keys and values is far from dense attention in {len(bad)} of "
+                f"{len(checks)} layers; use more bits or another recipe. {'; '.join(bad[:8])}",
+                stacklevel=2,
+            )
+        return checks
 
     def _some(self) -> tuple[KVCache, ...]:
         if not self._latest:
@@ -140,17 +140,17 @@ def compress(
     """Inside the context, ``model`` keeps its keys and values as the recipe says.
 
     name: a recipe or its name; ``overrides`` change it as in ``videokv.recipe``. workspace_bytes,
-    record_mass: see ``KVCache``. record_dense: keep what ``verify()`` needs, a dense copy of the
-    history (for short self-tests). The model is restored on exit, after an exception too.
+    record_mass: see ``KVCache``. record_dense: run every step on a dense copy of the history too,
+    for ``verify()`` (in short self-tests). The model is restored on exit, after an exception too.
 
     Raises:
-        ValueError: unknown recipe or option, a model that no adapter knows, or heads that the
-            recipe cannot encode (on entry where the adapter knows their size, else at the first
-            write).
+        ValueError: unknown recipe or option, a model that no adapter knows, or heads, a window or
+            rotary embedding for which the recipe does not serve (on entry; heads whose size a
+            model does not tell, at the first write).
     """
     chosen = recipe(name, **overrides)
     adapter = _adapter_of(model)
-    _check_heads(chosen, adapter, model)
+    check(chosen, adapter.served(model), name=adapter.name)
     state = Compressed(chosen)
     make = functools.partial(
         _make,
@@ -171,6 +171,7 @@ def _make(
     *,
     record_dense: bool,
     branch: str = "",
+    alone: bool = False,
     chunk_tokens: int | None = None,
     sink_chunks: int = 0,
     **arguments: Any,
@@ -186,16 +187,11 @@ def _make(
         options = {**cache.options(), **{name: arguments[name] for name in kept}}
         # the model's window may be in the policy of the cache
         cache = RecordingCache(dataclasses.replace(chosen, policy=cache.recipe.policy), **options)
-    if (old := state._latest.get(branch)) is not None:
-        state._encoded_before[branch] = state._encoded_before.get(branch, 0) + old.encode_calls
+    for name in list(state._latest) if alone else [branch]:
+        if (old := state._latest.pop(name, None)) is not None:
+            state._encoded_before[name] = state._encoded_before.get(name, 0) + old.encode_calls
     state._latest[branch] = cache
     return cache
-
-
-def _check_heads(chosen: Recipe, adapter: ModelAdapter, model: Any) -> None:
-    sizes = adapter.head_dims(model) if isinstance(adapter, KnowsHeads) else None
-    if sizes is not None:
-        chosen.check(sizes[0], value_head_dim=sizes[1])
 
 
 def _adapter_of(model: Any) -> ModelAdapter:

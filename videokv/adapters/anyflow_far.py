@@ -32,12 +32,14 @@ from videokv.adapters.diffusers_models import (
     OurProcessor,
     Processor,
     arguments,
+    diffusers_heads,
     find_transformer,
     heads_first,
     heads_last,
     projected_out,
     swap_processors,
 )
+from videokv.adapters.served import Served
 from videokv.cache import KVCache
 
 MODULE = "diffusers.models.transformers.transformer_anyflow_far"
@@ -54,6 +56,10 @@ class AnyFlowFARAdapter:
 
     def matches(self, model: Any) -> bool:
         return find_transformer(model, MODULE, CLASS) is not None
+
+    def served(self, model: Any) -> Served:
+        transformer = find_transformer(model, MODULE, CLASS)
+        return Served(diffusers_heads(block.attn1 for block in transformer.blocks))
 
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """One cache a rollout (one ``kv_cache`` argument)."""

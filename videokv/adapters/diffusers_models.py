@@ -6,11 +6,13 @@ The library is never imported here; models are known by the names of their class
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from videokv.adapters.served import Heads, weight_dtype
 
 PIPELINE = ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline")
 
@@ -61,6 +63,19 @@ def swap_processors(
             module.set_processor(processor)
 
     return undo
+
+
+def diffusers_heads(attentions: Iterable[Any]) -> tuple[Heads, ...]:
+    """Those of attention modules, from the widths of their projections."""
+    found = []
+    for layer, attn in enumerate(attentions):
+        if getattr(attn, "fused_projections", False):
+            key = value = attn.to_qkv.out_features // 3
+        else:
+            key, value = attn.to_k.out_features, attn.to_v.out_features
+        dtype = weight_dtype(attn)
+        found.append(Heads(layer, key // attn.heads, value // attn.heads, dtype=dtype))
+    return tuple(found)
 
 
 def arguments(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

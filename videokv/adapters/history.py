@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from videokv.adapters.store import attend_segments, made_anew, refuse_window
+from videokv.adapters.served import check_window
+from videokv.adapters.store import attend_segments, made_anew
 from videokv.cache import KVCache
 from videokv.protocols import Segment
 
@@ -28,7 +29,7 @@ class History:
     def __init__(self, make: Callable[[], KVCache]) -> None:
         self._make = make
         self.cache = make()
-        refuse_window(self.cache)
+        check_window(self.cache.recipe)
         self._written: dict[int, int] = {}
 
     def write(self, layer: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
@@ -63,8 +64,13 @@ class History:
             keys = torch.cat([part.keys for part in exact], 2)
             values = torch.cat([part.values for part in exact], 2)
             return self.cache.attend(layer, query, keys, values, scale=scale)
-        segments = [*before, *self.cache.view(layer), Segment(keys, values)]
-        return attend_segments(self.cache, layer, query, segments, scale=scale)
+        return attend_segments(
+            self.cache,
+            layer,
+            query,
+            lambda source: [*before, *source.view(layer), Segment(keys, values)],
+            scale=scale,
+        )
 
     def _finish(self) -> None:
         """The cache pass is over when its rows are read."""

@@ -19,6 +19,7 @@ from videokv.adapters import NewCache
 from videokv.adapters.history import Handle, History
 from videokv.adapters.methods import Patches
 from videokv.adapters.proxy import Slots, inner_models
+from videokv.adapters.served import Heads, Served, weight_dtype
 from videokv.protocols import Segment
 
 MODULE = "models.transformers.worldplay_1_5_transformer"
@@ -32,6 +33,14 @@ class HyWorldPlay:
 
     def matches(self, model: Any) -> bool:
         return _find(model) is not None
+
+    def served(self, model: Any) -> Served:
+        """Both branches have heads of one size."""
+        found = _find(model)
+        assert found is not None
+        sizes, dtype = 2 * (found.hidden_size // found.heads_num,), weight_dtype(found)
+        layers = range(len(found.double_blocks))
+        return Served(tuple(Heads(i, *sizes, dtype=dtype) for i in layers), own_window=True)
 
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         module = sys.modules[type(_find(model)).__module__]

@@ -17,6 +17,7 @@ from videokv.adapters import NewCache
 from videokv.adapters.history import Handle, History
 from videokv.adapters.methods import Patches
 from videokv.adapters.proxy import Slots, inner_models
+from videokv.adapters.served import Heads, Served, weight_dtype
 
 MODULE = "dits.arwan_w_action_w_mem_relative_rope"
 PROCESSOR = "CausalCameraPRopeWanAttnProcessor2_0"
@@ -30,15 +31,19 @@ class HyWorldPlayWan:
     def matches(self, model: Any) -> bool:
         return _find(model) is not None
 
+    def served(self, model: Any) -> Served:
+        """Both branches have heads of one size."""
+        found = _find(model)
+        assert found is not None
+        sizes, dtype = 2 * (found.attention_head_dim,), weight_dtype(found)
+        layers = range(len(_attentions(found)))
+        return Served(tuple(Heads(i, *sizes, dtype=dtype) for i in layers), own_window=True)
+
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         found = _find(model)
         assert found is not None
         module = sys.modules[type(found).__module__]
-        layers = {
-            id(part): part
-            for part in found.modules()
-            if type(getattr(part, "processor", None)).__name__ == PROCESSOR
-        }
+        layers = {id(part): part for part in _attentions(found)}
         if not layers or not callable(getattr(module, "sageattn", None)):
             raise ValueError(
                 f"{self.name}: expected attention modules with {PROCESSOR} and a function "
@@ -114,6 +119,15 @@ class _Steps:
         if layer == len(self.order) - 1:
             self.fresh = None
         return history
+
+
+def _attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The attention modules of the blocks, in order."""
+    return [
+        part
+        for part in model.modules()
+        if type(getattr(part, "processor", None)).__name__ == PROCESSOR
+    ]
 
 
 def _find(model: Any) -> Any | None:

@@ -18,6 +18,7 @@ from videokv.adapters import NewCache
 from videokv.adapters.history import Handle, History
 from videokv.adapters.methods import Patches
 from videokv.adapters.proxy import inner_models
+from videokv.adapters.served import Served, heads_of
 
 MODULE, CLASS = "longcat_video.modules.longcat_video_dit", "LongCatVideoTransformer3DModel"
 
@@ -29,6 +30,12 @@ class LongCat:
 
     def matches(self, model: Any) -> bool:
         return _find(model) is not None
+
+    def served(self, model: Any) -> Served:
+        found = _find(model)
+        assert found is not None
+        attentions = [block.attn for block in found.blocks]
+        return Served(heads_of(attentions, size="head_dim", count="num_heads"), own_window=True)
 
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         found = _find(model)

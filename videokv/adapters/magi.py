@@ -19,7 +19,8 @@ from videokv.adapters import NewCache
 from videokv.adapters.methods import Patches
 from videokv.adapters.proxy import Slots, inner_models
 from videokv.adapters.rows import Piece
-from videokv.adapters.store import attend_pieces, refuse_window
+from videokv.adapters.served import Heads, Served, check_window, weight_dtype
+from videokv.adapters.store import attend_pieces
 from videokv.cache import KVCache
 
 MODULE, CLASS = "dit.dit_module", "FullyParallelAttention"
@@ -45,7 +46,7 @@ class Clip:
 
     def __init__(self, make: Callable[[], KVCache]) -> None:
         self.cache = make()
-        refuse_window(self.cache)
+        check_window(self.cache.recipe)
 
 
 class Magi:
@@ -55,6 +56,15 @@ class Magi:
 
     def matches(self, model: Any) -> bool:
         return bool(_find(model))
+
+    def served(self, model: Any) -> Served:
+        """Grouped heads; keys and values of one size (``kv_channels``)."""
+        found = []
+        for layer, attention in enumerate(_find(model)):
+            config = attention.model_config
+            size, counts = config.kv_channels, (config.num_attention_heads, config.num_query_groups)
+            found.append(Heads(layer, size, size, *counts, weight_dtype(attention)))
+        return Served(tuple(found), own_window=True)
 
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         patches, steps = Patches(), _Steps(new_cache)

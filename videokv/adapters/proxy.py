@@ -27,6 +27,7 @@ from videokv.adapters import NewCache
 from videokv.adapters.methods import Patches
 from videokv.adapters.rotary import rotated
 from videokv.adapters.rows import Piece, Pieces, cut, laid_over, length
+from videokv.adapters.served import Served, heads_of
 from videokv.adapters.store import Side, Store, StoredLayer
 
 KEYS: dict[str, Side] = {"k": "key", "v": "value"}
@@ -253,10 +254,17 @@ class ProxyAdapter:
     def matches(self, model: Any) -> bool:
         return self._model_in(model) is not None
 
-    def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
+    def served(self, model: Any) -> Served:
         inner = self._model_in(model)
         assert inner is not None
         self.check(inner)
+        attentions = [getattr(block, "self_attn", None) for block in getattr(inner, "blocks", ())]
+        heads = heads_of(attentions, size="head_dim", count="num_heads")
+        return Served(heads, own_window=True, turned_later=self.pre_rope(inner))
+
+    def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
+        inner = self._model_in(model)
+        assert inner is not None
         return Installation(self, model, inner, new_cache).undo
 
     def _model_in(self, model: Any) -> Any | None:
@@ -312,6 +320,7 @@ class Installation:
         self.stores = Slots()
         self.dicts: list[weakref.ref[CacheDict]] = []
         self.active: Store | None = None
+        self.unturned: Tensor | None = None
         self.patches = Patches()
         self._patch()
 
@@ -354,7 +363,7 @@ class Installation:
             output = original(*args, **kwargs)
             store.settle()
         finally:
-            self.active = before
+            self.active, self.unturned = before, None
         return output
 
     def _arguments(self, original: Callable, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -412,15 +421,21 @@ class Installation:
         given = inspect.signature(original).bind(q, k, v, *args, **kw).arguments | kw
         scale = _attention_scale(given, layer=k._layer.index)
         values = v.pieces if isinstance(v, View) else (Piece(v.shape[1], dense=v),)
-        same_basis = not self.rules.pre_rope(self.model)
-        output = k._layer.attend(
-            q.to(k.dtype), k.pieces, values, scale=scale, query_is_key_basis=same_basis
-        )
+        query = q.to(k.dtype)
+        basis = query
+        if self.rules.pre_rope(self.model):
+            raw, self.unturned = self.unturned, None
+            basis = None if raw is None or raw.shape != q.shape else raw.to(k.dtype)
+        output = k._layer.attend(query, k.pieces, values, scale=scale, key_query=basis)
         return output.to(q.dtype)
 
     def _rope(self, original: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keys cached before rotary embedding: decoded, rotated by the model's own function."""
+        """Keys cached before rotary embedding: decoded, rotated by the model's own function.
+
+        The queries that go through it are remembered: as they come, they are in the keys' basis.
+        """
         if not isinstance(x, View):
+            self.unturned = x if self.active is not None else None
             return original(x, *args, **kwargs)
         cache, layer = x._layer.store.cache, x._layer.index
         pieces = rotated(cache, layer, x.pieces, lambda rows: original(rows, *args, **kwargs))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from videokv.adapters.rows import Piece, Pieces, length
+from videokv.adapters.verify import RecordingCache
 from videokv.cache import KVCache
 from videokv.cache.layer import Layout
 from videokv.cache.rows import worth_gathering
@@ -34,19 +35,23 @@ def rotated(cache: KVCache, layer: int, pieces: Pieces, rope: Callable[[Tensor],
     Raises:
         ValueError: the noise of a cached chunk does not survive a rotation.
     """
-    if cache.recipe.keys is not None and any(piece.token is not None for piece in pieces):
+    fused = cache.recipe.keys is not None and any(piece.token is not None for piece in pieces)
+    if fused and not isinstance(cache, RecordingCache):
         layout = cache.layer_states()[layer].layout
         if layout is not None and worth_gathering(layout.device):
             return _turned_as_read(cache, layer, pieces, rope, layout)
     segments = [segment for piece in pieces for segment in _segments(cache, layer, piece)]
-    rows = torch.cat([segment.keys for segment in segments], 2).transpose(1, 2)
-    turned = rope(rows)
+    turned, exact = rope(_rows(segments)), None
+    if isinstance(cache, RecordingCache):
+        written = [piece.without_noise() for piece in pieces]
+        exact = rope(_rows([s for piece in written for s in _segments(cache.dense, layer, piece)]))
     out, at = [], 0
     for segment in segments:
-        count = segment.keys.shape[2]
+        part = slice(at, at + segment.keys.shape[2])
         check_noise(segment.noise, layer=layer)
-        out.append(Piece(count, dense=turned[:, at : at + count], noise=segment.noise))
-        at += count
+        true = None if exact is None else exact[:, part]
+        out.append(Piece(part.stop - at, None, turned[:, part], segment.noise, true))
+        at = part.stop
     return tuple(out)
 
 
@@ -93,6 +98,11 @@ def _turned_as_read(
             check_noise(noise, layer=layer)
             out.append(Piece(keys.shape[2], dense=keys.transpose(1, 2), noise=noise))
     return tuple(out)
+
+
+def _rows(segments: list[Segment]) -> Tensor:
+    """Their keys ``[B, n, H, D]``."""
+    return torch.cat([segment.keys for segment in segments], 2).transpose(1, 2)
 
 
 def check_noise(noise: tuple[ScoreNoise, ...], *, layer: int) -> None:

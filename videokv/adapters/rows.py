@@ -23,12 +23,14 @@ class Piece:
     token: position of the first row in the cache, or None.
     dense: ``[B, count, H, D]`` rows that the cache does not hold, or None.
     noise: of dense rows that were decoded from the cache and then rotated (see ``rotary.py``).
+    exact: the same rows without noise, where the cache records them (``verify.py``).
     """
 
     count: int
     token: int | None = None
     dense: Tensor | None = None
     noise: tuple[ScoreNoise, ...] = ()
+    exact: Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -49,7 +51,12 @@ class Piece:
             None if self.token is None else self.token + first,
             None if self.dense is None else self.dense[:, first:last],
             noise,
+            None if self.exact is None else self.exact[:, first:last],
         )
+
+    def without_noise(self) -> Piece:
+        """The same rows as they were written."""
+        return self if self.exact is None else Piece(self.count, dense=self.exact)
 
     def follows(self, before: Piece) -> bool:
         """Whether both are one run of cached tokens, or of unwritten rows."""

@@ -25,12 +25,14 @@ from videokv.adapters.diffusers_models import (
     OurProcessor,
     Processor,
     arguments,
+    diffusers_heads,
     find_transformer,
     heads_first,
     heads_last,
     projected_out,
     swap_processors,
 )
+from videokv.adapters.served import Served
 from videokv.cache import KVCache
 
 MODULE = "diffusers.models.transformers.transformer_sana_wm_refiner"
@@ -48,6 +50,10 @@ class SanaWMRefinerAdapter:
 
     def matches(self, model: Any) -> bool:
         return find_transformer(model, MODULE, CLASS) is not None
+
+    def served(self, model: Any) -> Served:
+        transformer = find_transformer(model, MODULE, CLASS)
+        return Served(diffusers_heads(block.attn1 for block in transformer.transformer_blocks))
 
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """One cache a rollout (one ``SanaWMRefinerKVCache``)."""

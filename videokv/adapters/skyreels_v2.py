@@ -29,6 +29,7 @@ from videokv.adapters import NewCache
 from videokv.adapters.diffusers_models import (
     OurProcessor,
     Processor,
+    diffusers_heads,
     find_transformer,
     heads_first,
     heads_last,
@@ -36,6 +37,7 @@ from videokv.adapters.diffusers_models import (
     swap_processors,
     turn_pairs,
 )
+from videokv.adapters.served import Served
 from videokv.cache import KVCache
 
 MODULE = "diffusers.models.transformers.transformer_skyreels_v2"
@@ -49,6 +51,10 @@ class SkyReelsV2Adapter:
 
     def matches(self, model: Any) -> bool:
         return find_transformer(model, MODULE, CLASS) is not None
+
+    def served(self, model: Any) -> Served:
+        transformer = find_transformer(model, MODULE, CLASS)
+        return Served(diffusers_heads(block.attn1 for block in transformer.blocks))
 
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """One cache a ``Rollout``.

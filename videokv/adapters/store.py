@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from videokv.adapters.rows import Piece, Pieces, cut, holds, laid_over, length, paired, ranges
+from videokv.adapters.served import check_window
+from videokv.adapters.verify import RecordingCache
 from videokv.cache import KVCache
 from videokv.cache.layer import LayerState
 from videokv.protocols import Segment
@@ -33,7 +35,7 @@ class Store:
         self._make = make
         self.snapshot = snapshot
         self.cache = make()
-        refuse_window(self.cache)
+        check_window(self.cache.recipe)
         # Whoever reads a layer holds it, and a layer holds its store: no cycle keeps rows alive.
         self.layers: weakref.WeakValueDictionary[int, StoredLayer] = weakref.WeakValueDictionary()
         self.position: int | None = None
@@ -130,13 +132,16 @@ class StoredLayer:
         values: Pieces,
         *,
         scale: float | None = None,
-        query_is_key_basis: bool = True,
+        key_query: Tensor | None,
     ) -> Tensor:
-        """Attention of ``[B, M, Hq, D]`` over rows of this layer; ``[B, M, Hq, Dv]``."""
+        """Attention of ``[B, M, Hq, D]`` over rows of this layer; ``[B, M, Hq, Dv]``.
+
+        key_query: the queries in the basis in which keys are written, where the model shows them.
+        """
         if self._fresh:
-            self.settle(query if query_is_key_basis else None)
-        elif query_is_key_basis:
-            self._query = query
+            self.settle(key_query)
+        else:
+            self._query = key_query
         output = attend_pieces(
             self.store.cache, self.index, _heads(query), keys, values, scale=scale
         )
@@ -254,7 +259,13 @@ def attend_pieces(
         key, value = pairs[-1]
         assert key.dense is not None and value.dense is not None
         return cache.attend(layer, query, _heads(key.dense), _heads(value.dense), scale=scale)
-    segments = [segment for key, value in pairs for segment in _segments(cache, layer, key, value)]
+
+    def segments(source: KVCache) -> list[Segment]:
+        read = pairs
+        if source is not cache:
+            read = [(key.without_noise(), value.without_noise()) for key, value in pairs]
+        return [part for key, value in read for part in _segments(source, layer, key, value)]
+
     return attend_segments(cache, layer, query, segments, scale=scale)
 
 
@@ -262,24 +273,34 @@ def attend_segments(
     cache: KVCache,
     layer: int,
     query: Tensor,
-    segments: Sequence[Segment],
+    segments: Callable[[KVCache], Sequence[Segment]],
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """One softmax over segments; those of batch 1 serve every row of the query's batch."""
+    """One softmax over what ``segments`` takes from the cache, current rows included.
+
+    Segments of batch 1 serve every row of the query's batch.
+    """
     if cache.record_mass:
         raise ValueError(
             f"layer {layer}: this model reads its cache in parts, whose attention mass is not "
             "recorded; leave out record_mass"
         )
-    with torch.autocast(query.device.type, enabled=False):
-        return cache.recipe.attend(
-            query,
-            [_widened(segment, query.shape[0]) for segment in segments],
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            causal=False,
-            need_lse=False,
-        )[0]
+
+    def output(source: KVCache) -> Tensor:
+        with torch.autocast(query.device.type, enabled=False):
+            return source.recipe.attend(
+                query,
+                [_widened(segment, query.shape[0]) for segment in segments(source)],
+                scale=query.shape[-1] ** -0.5 if scale is None else scale,
+                causal=False,
+                need_lse=False,
+            )[0]
+
+    found = output(cache)
+    if isinstance(cache, RecordingCache):
+        cache.compare(layer, found, output(cache.dense))
+    return found
 
 
 def view(cache: KVCache, layer: int, piece: Piece) -> list[Segment]:
@@ -345,12 +366,3 @@ def _without(pieces: Pieces, token: int) -> Pieces:
             count = token - piece.token
             kept += [piece.part(0, count), Piece(piece.count - count)]
     return tuple(kept)
-
-
-def refuse_window(cache: KVCache) -> None:
-    """Raise ValueError where the recipe sets a window of its own."""
-    if cache.recipe.policy.window_chunks is not None:
-        raise ValueError(
-            f"window_chunks = {cache.recipe.policy.window_chunks}: this model moves its window "
-            "itself; leave window_chunks out of the recipe and set the model's own window"
-        )

@@ -1,8 +1,8 @@
-"""Self-test of a rollout: one step of attention on the packed history against the dense one.
+"""Self-test of a rollout: steps of attention on the packed history against the dense one.
 
-``verify`` is the comparison. ``RecordingCache`` keeps what it needs: beside the packed chunks a
-dense copy of everything written, and the last queries, keys and values of each layer. That costs
-more memory than no cache compression at all, so it is for short runs.
+``RecordingCache`` keeps a dense copy of everything written beside the packed chunks and runs every
+step of attention on both. That takes more memory and time than no compression at all, so it is for
+short runs. ``Compressed.verify`` tells what the last step of each layer gave.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from videokv.attention import attend
 from videokv.cache import KVCache
-from videokv.protocols import Segment
 from videokv.recipes import Recipe
 
 USUAL_FACTOR = 3.0
@@ -30,13 +28,15 @@ SMALLEST_TOLERANCE = 0.01
 class LayerCheck:
     """error: norm of the output's error over the norm of the dense output. ok: at most tolerance.
 
-    tokens: length of the history that was read.
+    tokens: length of the history that was read. branch: number of the guidance branch, or of the
+    row of a padded batch.
     """
 
     layer: int
     error: float
     tolerance: float
     tokens: int
+    branch: int = 0
 
     @property
     def ok(self) -> bool:
@@ -47,69 +47,14 @@ class LayerCheck:
         return f"layer {self.layer}: error {self.error:.3g} over {self.tokens} tokens ({word})"
 
 
-@torch.no_grad()
-def verify(
-    cache: KVCache,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dense_keys: Tensor,
-    dense_values: Tensor,
-    tolerance: float,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-) -> LayerCheck:
-    """One step on the history of ``cache`` against the same step on the true history.
-
-    query ``[B, Hq, M, D]``, key ``[B, Hkv, N, D]``, value ``[B, Hkv, N, Dv]``: the current rows.
-    dense_keys, dense_values ``[B, Hkv, T, D or Dv]``: the history as it was written. The dense
-    step runs in float32 (float64 for float64 rows). Nothing of the cache changes.
-
-    Raises:
-        ValueError: the history held has another length than the dense one, or the tolerance is not
-            positive.
-    """
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be positive, got {tolerance}")
-    history = cache.view(layer)
-    held = sum(segment.keys.shape[2] for segment in history)
-    if held != dense_keys.shape[2]:
-        raise ValueError(
-            f"layer {layer} holds {held} tokens, dense_keys has {dense_keys.shape[2]}; give the "
-            "history that the cache was written with, less what it dropped"
-        )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    found, _ = cache.recipe.attend(
-        query, [*history, Segment(key, value)], scale=scale, causal=causal, need_lse=False
-    )
-    wide = torch.promote_types(query.dtype, torch.float32)
-    past = Segment(dense_keys.to(wide), dense_values.to(wide))
-    current = Segment(key.to(wide), value.to(wide))
-    true, _ = attend(query.to(wide), [past, current], scale=scale, causal=causal)
-    return LayerCheck(layer, _relative_error(found.to(wide), true), tolerance, held)
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """The arguments of an attention."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float | None
-    causal: bool
-
-
 class RecordingCache(KVCache):
-    """A KVCache that remembers the true history and each layer's last step, for ``check``."""
+    """A KVCache beside a dense one, ``dense``, and each layer's error of the last step."""
 
     def __init__(self, recipe: Recipe, **options: Any) -> None:
         super().__init__(recipe, **options)
         plain = dataclasses.replace(recipe, keys=None, values=None, correction=None)
-        self._dense = KVCache(plain, layers=options.get("layers"))
-        self._steps: dict[int, Step] = {}
+        self.dense = KVCache(plain, layers=options.get("layers"))
+        self._errors: dict[int, tuple[float, int]] = {}
 
     def write(
         self,
@@ -120,11 +65,11 @@ class RecordingCache(KVCache):
         query: Tensor | None = None,
     ) -> None:
         super().write(layer, start_token, key, value, query)
-        self._dense.write(layer, start_token, key, value)
+        self.dense.write(layer, start_token, key, value)
 
     def commit(self, end_token: int) -> None:
         super().commit(end_token)
-        self._dense.commit(end_token)
+        self.dense.commit(end_token)
 
     def attend(
         self,
@@ -137,72 +82,66 @@ class RecordingCache(KVCache):
         causal: bool = False,
     ) -> Tensor:
         output = super().attend(layer, query, key, value, scale, causal=causal)
-        if self.visible_tokens:
-            query, key, value = (t.detach().clone() for t in (query, key, value))
-            self._steps[layer] = Step(query, key, value, scale, causal)
+        true = self.dense.attend(layer, query, key, value, scale, causal=causal)
+        self.compare(layer, output, true)
         return output
+
+    def compare(self, layer: int, found: Tensor, true: Tensor) -> None:
+        """Note a step: what attention gave on the packed and on the dense history."""
+        if self.visible_tokens:
+            self._errors[layer] = (relative_error(found, true), self.visible_tokens)
 
     def reset(self, *, keep_statistics: bool = False) -> None:
         super().reset(keep_statistics=keep_statistics)
-        self._dense.reset()
-        self._steps = {}
+        self.dense.reset()
+        self._errors = {}
 
     def crop(self, length: int, *, decode_partial: bool = False) -> None:
         super().crop(length, decode_partial=decode_partial)
-        self._dense.crop(length)
+        self.dense.crop(length)
 
     def forget(self, before_token: int) -> None:
         super().forget(before_token)
-        self._dense.forget(before_token)
+        self.dense.forget(before_token)
+
+    def keep(self, layer: int, ranges: Sequence[tuple[int, int]]) -> None:
+        super().keep(layer, ranges)
+        self.dense.keep(layer, ranges)
 
     def select_batch(self, index: Tensor | Sequence[int]) -> None:
         super().select_batch(index)
-        self._dense.select_batch(index)
-        self._steps = {}
+        self.dense.select_batch(index)
 
     def restore(self, states: dict[int, Any], *, length: int) -> None:
-        raise ValueError("a cache that records for verify() starts empty; load into another one")
+        if length:
+            raise ValueError(
+                "a cache that records for verify() starts empty; load into another one"
+            )
+        super().restore(states, length=length)
+        self.dense.reset()
 
     def to(self, device: torch.device | str) -> RecordingCache:
         super().to(device)
-        self._dense.to(device)
-        self._steps = {}
+        self.dense.to(device)
         return self
 
-    def check(self, tolerance: float | None = None) -> tuple[LayerCheck, ...]:
-        """``verify`` for the last step of every layer, on the history as it is now.
+    def check(self, tolerance: float | None = None, *, branch: int = 0) -> tuple[LayerCheck, ...]:
+        """The last step of every layer that read a history; none where there was none.
 
         tolerance: None takes three times the median error of the layers, at least 1 %: the layers
-        that stand out are bad.
+            that stand out are bad.
 
         Raises:
-            ValueError: no step was recorded on a history.
+            ValueError: the tolerance is not positive.
         """
-        if not self._steps or not self.visible_tokens:
-            raise ValueError("verify() needs a step on a history; run the model for two chunks")
-        checks = [
-            self._checked(layer, step, tolerance or math.inf)
-            for layer, step in sorted(self._steps.items())
-        ]
-        if tolerance is None:
-            usual = USUAL_FACTOR * statistics.median(check.error for check in checks)
-            limit = max(SMALLEST_TOLERANCE, usual)
-            checks = [dataclasses.replace(check, tolerance=limit) for check in checks]
-        return tuple(checks)
-
-    def _checked(self, layer: int, step: Step, tolerance: float) -> LayerCheck:
-        history = self._dense.view(layer)
-        return verify(
-            self,
-            layer,
-            step.query,
-            step.key,
-            step.value,
-            torch.cat([segment.keys for segment in history], 2),
-            torch.cat([segment.values for segment in history], 2),
-            tolerance,
-            scale=step.scale,
-            causal=step.causal,
+        if tolerance is not None and not tolerance > 0:
+            raise ValueError(f"tolerance must be positive, got {tolerance}")
+        if tolerance is None and self._errors:
+            usual = statistics.median(error for error, _ in self._errors.values())
+            tolerance = max(SMALLEST_TOLERANCE, USUAL_FACTOR * usual)
+        return tuple(
+            LayerCheck(layer, error, tolerance or math.inf, tokens, branch)
+            for layer, (error, tokens) in sorted(self._errors.items())
         )
 
 
@@ -211,7 +150,8 @@ def bad_layers(checks: Iterable[LayerCheck]) -> list[int]:
     return [check.layer for check in checks if not check.ok]
 
 
-def _relative_error(found: Tensor, true: Tensor) -> float:
-    """Infinite where anything is not finite."""
+def relative_error(found: Tensor, true: Tensor) -> float:
+    """Norm of the difference over the norm of ``true``; infinite where anything is not finite."""
+    found, true = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (found, true))
     error = float((found - true).norm()) / max(float(true.norm()), 1e-30)
     return error if math.isfinite(error) else math.inf

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from videokv.adapters import NewCache
+from videokv.adapters.served import Heads, Served
 
 MODEL_CLASS = ("videokv.worldmodel.model", "WorldModel")
 SEAM = "cache_factory"
@@ -20,9 +21,10 @@ class WorldModelAdapter:
         """By the names of its classes: nothing is imported."""
         return any((cls.__module__, cls.__name__) == MODEL_CLASS for cls in type(model).__mro__)
 
-    def head_dims(self, model: Any) -> tuple[int, int]:
+    def served(self, model: Any) -> Served:
         """Keys and values have heads of one size."""
-        return model.config.head_dim, model.config.head_dim
+        size, layers = model.config.head_dim, range(model.config.blocks)
+        return Served(tuple(Heads(layer, size, size) for layer in layers))
 
     def install(self, model: Any, new_cache: NewCache) -> Callable[[], None]:
         """Caches of the recipe, with the model's number of layers and its window."""

@@ -8,11 +8,14 @@ own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
+import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,15 @@ import torch
 
 from videokv.adapters import Compressed, compress
 from videokv.recipes import Recipe, recipe
+from videokv.studies.checkout_models import CHECKOUTS, IN_PYTHON, Checkout, edited
+
+LAUNCHED = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 
 
 @dataclass(frozen=True)
@@ -34,85 +46,6 @@ class RunOptions:
     frames: int | None = None
     seed: int | None = None
     more: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Checkout:
-    """How a repository is run.
-
-    module, cls: where its model is. entry: its script. config: its own default. arguments: from the
-    options, or None where the script takes its own (after ``--``).
-    """
-
-    module: str
-    cls: str
-    entry: str
-    config: str | None = None
-    arguments: Callable[[RunOptions, Path], list[str]] | None = None
-
-
-def wan_arguments(options: RunOptions, prompts: Path) -> list[str]:
-    """The arguments that Self-Forcing and its direct kin take."""
-    given = {
-        "--config_path": options.config,
-        "--checkpoint_path": options.checkpoint,
-        "--data_path": prompts,
-        "--output_folder": options.out,
-        "--num_output_frames": options.frames,
-        "--seed": options.seed,
-    }
-    return [text for key, value in given.items() if value is not None for text in (key, str(value))]
-
-
-def causvid_arguments(options: RunOptions, prompts: Path) -> list[str]:
-    """Those of CausVid, whose length and seed are fixed in its script."""
-    for name in ("frames", "seed"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"causvid's script has no option for {name}; leave --{name} out")
-    if options.checkpoint is not None and not options.checkpoint.is_dir():
-        raise ValueError(
-            f"causvid takes the folder that holds model.pt, got {options.checkpoint}; give the "
-            "folder as --checkpoint"
-        )
-    given = {
-        "--config_path": options.config,
-        "--checkpoint_folder": options.checkpoint,
-        "--output_folder": options.out,
-        "--prompt_file_path": prompts,
-    }
-    return [text for key, value in given.items() if value is not None for text in (key, str(value))]
-
-
-WAN_MODULE = "wan.modules.causal_model"
-CHECKOUTS = {
-    "self-forcing": Checkout(
-        WAN_MODULE, "CausalWanModel", "inference.py", "configs/self_forcing_dmd.yaml", wan_arguments
-    ),
-    "causal-forcing": Checkout(
-        WAN_MODULE,
-        "CausalWanModel",
-        "inference.py",
-        "configs/causal_forcing_dmd_chunkwise.yaml",
-        wan_arguments,
-    ),
-    "rolling-forcing": Checkout(
-        WAN_MODULE,
-        "CausalWanModel",
-        "inference.py",
-        "configs/rolling_forcing_dmd.yaml",
-        wan_arguments,
-    ),
-    "causvid": Checkout(
-        "causvid.models.wan.causal_model",
-        "CausalWanModel",
-        "minimal_inference/autoregressive_inference.py",
-        "configs/wan_causal_dmd.yaml",
-        causvid_arguments,
-    ),
-    "longlive-v1": Checkout(WAN_MODULE, "CausalWanModel", "inference.py"),
-    "longlive": Checkout("wan_5b.modules.causal_model", "CausalWanModel", "inference.py"),
-    "matrix-game-2": Checkout(WAN_MODULE, "CausalWanModel", "inference.py"),
-}
 
 
 def run_checkout(name: str, repo: Path, chosen: str | Recipe, options: RunOptions) -> Compressed:
@@ -134,7 +67,7 @@ def run_checkout(name: str, repo: Path, chosen: str | Recipe, options: RunOption
             "own script, is served on the CPU too: with videokv.compress(model, recipe)"
         )
     arguments = _arguments(known, repo, name, options)
-    with _inside(repo, script, arguments), contextlib.ExitStack() as stack:
+    with _inside(known, repo, script, arguments), contextlib.ExitStack() as stack:
         held = _hold_on_first_pass(known, picked, stack)
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -152,6 +85,11 @@ def run_checkout(name: str, repo: Path, chosen: str | Recipe, options: RunOption
 
 
 def _known(name: str) -> Checkout:
+    if name in IN_PYTHON:
+        raise ValueError(
+            f"{name} has no script that videokv could run; in your own: with "
+            f"videokv.compress(model, recipe), as docs/models/{IN_PYTHON[name]} shows"
+        )
     if name not in CHECKOUTS:
         raise ValueError(
             f"unknown model {name!r}; with its own script videokv runs {', '.join(CHECKOUTS)}. "
@@ -173,33 +111,80 @@ def _script(known: Checkout, repo: Path, name: str) -> Path:
 
 
 def _arguments(known: Checkout, repo: Path, name: str, options: RunOptions) -> list[str]:
+    """The script's arguments; writes what they name (prompts, a changed config)."""
+    _refuse_options(known, name, options)
+    values = _values(known, repo, options)
+    changed = {key: json.dumps(values[kind]) for kind, key in known.edits.items() if kind in values}
+    if changed:
+        copy = options.out.resolve() / "config.yaml"
+        copy.write_text(edited(Path(values["config"]).read_text(), changed))
+        values["config"] = str(copy)
+    given = [
+        text
+        for kind, flag in known.takes.items()
+        if kind in values
+        for text in (flag, str(values[kind]))
+    ]
+    return [*known.fixed, *given, *options.more]
+
+
+def _refuse_options(known: Checkout, name: str, options: RunOptions) -> None:
+    """Nothing that is given is ignored, and nothing that is needed is missing."""
+    given = {
+        "checkpoint": options.checkpoint is not None,
+        "config": options.config is not None,
+        "prompt": bool(options.prompts),
+        "frames": options.frames is not None,
+        "seed": options.seed is not None,
+    }
+    kinds = {
+        "prompt": {"prompt", "prompts"},
+        "frames": {"frames", "video_frames", "chunks"},
+    }
+    served = {*known.takes, *known.edits}
+    hint = f" ({known.hint})" if known.hint else ""
+    extra = [
+        key for key, is_given in given.items() if is_given and not kinds.get(key, {key}) & served
+    ]
+    if extra:
+        raise ValueError(
+            f"{name}'s script has no option for {', '.join(extra)}; leave out "
+            f"{', '.join(f'--{key}' for key in extra)}{hint}"
+        )
+    missing = [f"--{key}" for key in known.needs if not given[key]]
+    if missing:
+        raise ValueError(f"{name} needs {' and '.join(missing)}{hint}")
+    if "prompt" in known.takes and len(options.prompts) > 1:
+        raise ValueError(f"{name}'s script takes one --prompt, got {len(options.prompts)}")
+    if options.checkpoint is not None and known.folder and not options.checkpoint.is_dir():
+        raise ValueError(f"{name} takes a folder as --checkpoint, got {options.checkpoint}{hint}")
+    if options.frames is not None and "chunks" in served and options.frames % 4:
+        raise ValueError(f"{name} makes chunks of 4 latent frames, got --frames {options.frames}")
+
+
+def _values(known: Checkout, repo: Path, options: RunOptions) -> dict[str, Any]:
+    """What each kind of argument is, paths in full."""
     out = options.out.resolve()
-    if known.arguments is None:
-        given = [key for key in ("checkpoint", "config", "frames", "seed") if getattr(options, key)]
-        given += ["prompt"] if options.prompts else []
-        if given:
-            raise ValueError(
-                f"{name} takes its options from its own script; leave out {', '.join(given)} and "
-                "give the script's arguments after --"
-            )
-        return list(options.more)
-    if not options.prompts or options.checkpoint is None:
-        raise ValueError(f"{name} needs --checkpoint and at least one --prompt")
     out.mkdir(parents=True, exist_ok=True)
-    prompts = out / "prompts.txt"
-    prompts.write_text("".join(f"{_one_line(prompt)}\n" for prompt in options.prompts))
-    config = options.config.resolve() if options.config else repo / str(known.config)
-    for path in (config, options.checkpoint):
-        if not path.exists():
-            raise FileNotFoundError(2, "no such file", str(path))
-    resolved = RunOptions(
-        checkpoint=options.checkpoint.resolve(),
-        config=config,
-        out=out,
-        frames=options.frames,
-        seed=options.seed,
-    )
-    return [*known.arguments(resolved, prompts), *options.more]
+    values: dict[str, Any] = {"out": str(out), "video": str(out / "video.mp4")}
+    if options.prompts:
+        lines = [_one_line(prompt) for prompt in options.prompts]
+        values["prompts"], values["prompt"] = str(out / "prompts.txt"), lines[0]
+        Path(values["prompts"]).write_text("".join(f"{line}\n" for line in lines))
+    config = options.config
+    if config is None and known.config is not None:
+        config = repo / known.config
+    for key, path in (("config", config), ("checkpoint", options.checkpoint)):
+        if path is not None:
+            values[key] = str(path.resolve())
+            if not path.exists():
+                raise FileNotFoundError(2, "no such file", values[key])
+    if options.seed is not None:
+        values["seed"] = options.seed
+    if options.frames is not None:
+        values |= {"frames": options.frames, "chunks": options.frames // 4}
+        values["video_frames"] = 4 * (options.frames - 1) + 1
+    return values
 
 
 def _one_line(prompt: str) -> str:
@@ -210,8 +195,11 @@ def _one_line(prompt: str) -> str:
 
 
 @contextlib.contextmanager
-def _inside(repo: Path, script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """The folder, the path and the arguments that the script expects."""
+def _inside(known: Checkout, repo: Path, script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """The folder, the path, the environment and the arguments that the script expects."""
+    added = {key: value for key, value in LAUNCHED.items() if key not in os.environ}
+    added = added if known.launched else {}
+    os.environ.update(added)
     before = (os.getcwd(), list(sys.path), list(sys.argv))
     os.chdir(repo)
     sys.path.insert(0, str(repo))
@@ -219,6 +207,8 @@ def _inside(repo: Path, script: Path, arguments: Sequence[str]) -> Iterator[None
     try:
         yield
     finally:
+        for key in added:
+            os.environ.pop(key, None)
         os.chdir(before[0])
         sys.path[:], sys.argv[:] = before[1], before[2]
 
@@ -232,15 +222,19 @@ def _hold_on_first_pass(
         raise ValueError(
             f"{known.module} has no class {known.cls!r}; this version is not supported"
         )
-    original, held = cls.forward, []
+    original: Any = getattr(cls, known.method)
+    held: list[Compressed] = []
+    signature = inspect.signature(original)
 
-    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("kv_cache") is None:
+    @functools.wraps(original)
+    def first_pass(model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**signature.bind_partial(model, *args, **kwargs).arguments, **kwargs}
+        if all(given.get(mark) is None or given.get(mark) is False for mark in known.marks):
             return original(model, *args, **kwargs)
-        cls.forward = original
+        setattr(cls, known.method, original)
         held.append(stack.enter_context(compress(model, chosen)))
-        return model.forward(*args, **kwargs)
+        return getattr(model, known.method)(*args, **kwargs)
 
-    cls.forward = forward
-    stack.callback(setattr, cls, "forward", original)
+    setattr(cls, known.method, first_pass)
+    stack.callback(setattr, cls, known.method, original)
     return held

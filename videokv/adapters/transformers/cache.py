@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -13,22 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
+from videokv.adapters.served import Served, check
 from videokv.adapters.transformers.attention import NAME
 from videokv.adapters.transformers.layers import CompressedLayer, WindowLayer
 from videokv.adapters.transformers.models import (
     check_installed,
     check_model,
-    head_dims,
+    heads,
     install,
     uninstall,
 )
+from videokv.adapters.transformers.padding import PaddedRows
 from videokv.cache import KVCache, Mass, Memory
 from videokv.recipes import Recipe
 from videokv.recipes import recipe as find_recipe
 from videokv.tensors import held_bytes
 
+CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 DECODE_CHUNK = 128
 LONGEST_CHUNK = 512
 
@@ -52,8 +56,12 @@ class CompressedCache(Cache):
 
     ``copy.deepcopy`` copies the tokens, for the same model.
 
-    Refuses (ValueError): layers of other kinds, heads that the recipe cannot encode, padding, masks
-    of one's own, an attention function that was replaced after the cache was made.
+    Batches padded on the left are served row by row: no pad is stored, and each row is packed as if
+    it ran alone. Give the whole attention mask in every forward, as ``generate`` does.
+
+    Refuses (ValueError): layers of other kinds, heads that the recipe cannot encode, padding
+    elsewhere, beams over a padded batch, masks of one's own, an attention function that was
+    replaced after the cache was made.
     """
 
     def __init__(
@@ -66,8 +74,7 @@ class CompressedCache(Cache):
     ) -> None:
         chosen = find_recipe(recipe)
         check_model(model)
-        if (sizes := head_dims(model)) is not None:
-            chosen.check(sizes[0], value_head_dim=sizes[1])
+        check(chosen, Served(heads(model)), name=type(model).__name__)
         new_cache = functools.partial(_new_cache, chosen, options)
         self._prepare(model, new_cache, chunk)
 
@@ -135,7 +142,7 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, and the chunk size that the first forward set."""
-        self.kv = self._new_kv(self._chosen_chunk)
+        self.kv: KVCache | PaddedRows = self._new_kv(self._chosen_chunk)
         self._length = 0
         self._batch = -1
         self._end_forward()
@@ -191,13 +198,45 @@ class CompressedCache(Cache):
         self._begun.add(layer)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        *,
+        scale: float,
     ) -> Tensor:
-        """Write the rows of this forward and attend; ``[B, Hq, M, Dv]``."""
-        self.kv.write(layer, self._length, key, value, query)
-        output = self.kv.attend(layer, query, key, value, scale=scale, causal=True)
+        """Write the rows of this forward and attend; ``[B, Hq, M, Dv]``.
+
+        real: where there is padding, ``[B, 1, 1, T]``, whether a token is no pad.
+        """
+        start = self._length
+        if real is not None or isinstance(self.kv, PaddedRows):
+            output = self._rows(real).attend(layer, start, query, key, value, scale=scale)
+        else:
+            self.kv.write(layer, start, key, value, query)
+            output = self.kv.attend(layer, query, key, value, scale=scale, causal=True)
         self.finish(layer)
         return output
+
+    def _rows(self, real: Tensor | None) -> PaddedRows:
+        """The caches of a padded batch."""
+        if not isinstance(self.kv, PaddedRows):
+            if self._length:
+                raise ValueError(
+                    f"the attention mask has zeros after {self._length} tokens that came without "
+                    "padding; pass the mask from the first forward on"
+                )
+            chunk = self.kv.recipe.policy.chunk_tokens
+            self.kv = PaddedRows(lambda row: self._new_kv(chunk, row), self._batch)
+        if real is None:
+            raise ValueError(
+                "this CompressedCache holds a padded batch, the forward brought no attention mask "
+                "with its pads: pass the whole mask in every forward"
+            )
+        self.kv.look(real, start=self._length)
+        return self.kv
 
     def finish(self, layer: int) -> None:
         """The attention of a layer is done; after the last one the tokens are seen."""
@@ -211,14 +250,18 @@ class CompressedCache(Cache):
     # -- the cache as an object -------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens (a number <= 0, as in transformers 5).
+        """Drop the last ``-tokens_to_remove`` tokens (a number <= 0).
 
-        Also drops the tokens of a forward that broke off. More than there are: empties it. Where
+        In transformers 4, whose own caches do so, a positive number is the length to keep. Also
+        drops the tokens of a forward that broke off. More than there are: empties it. Where
         the cut falls inside a packed chunk, its first rows are decoded and stay dense.
 
         Raises:
-            ValueError: a positive number, or a window layer has let go of tokens it would need.
+            ValueError: a positive number in transformers 5, or a window layer has let go of tokens
+                it would need.
         """
+        if tokens_to_remove > 0 and CROPS_TO_LENGTH:
+            tokens_to_remove = min(0, tokens_to_remove - self._length)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
@@ -236,6 +279,12 @@ class CompressedCache(Cache):
             self.kv.commit(length)
         self.kv.crop(length, decode_partial=True)
         self._length = length
+
+    def activate_past_recording(self) -> None:
+        """Let window layers keep more than their window until the next ``crop``, which can then
+        cut forwards made in between."""
+        for layer in self._windows.values():
+            layer.activate_past_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -269,10 +318,11 @@ class CompressedCache(Cache):
 
     # -- one forward ------------------------------------------------------------------------
 
-    def _new_kv(self, chunk: int | None) -> KVCache:
+    def _new_kv(self, chunk: int | None, row: int = 0) -> KVCache:
         # with window layers, the packed ones appear under their own numbers
         layers = None if self._plan.windows else self._plan.count
-        return self._new_cache(layers=layers, chunk_tokens=chunk)
+        branch = str(row) if row else ""
+        return self._new_cache(branch=branch, alone=not row, layers=layers, chunk_tokens=chunk)
 
     def _end_forward(self) -> None:
         self._begun: set[int] = set()
@@ -311,7 +361,12 @@ class CompressedCache(Cache):
 
 
 def _new_cache(
-    recipe: Recipe, options: dict[str, Any], *, layers: int | None, chunk_tokens: int | None
+    recipe: Recipe,
+    options: dict[str, Any],
+    *,
+    layers: int | None,
+    chunk_tokens: int | None,
+    **kept_by_compress: Any,
 ) -> KVCache:
     if chunk_tokens is not None:
         recipe = find_recipe(recipe, chunk_tokens=chunk_tokens)

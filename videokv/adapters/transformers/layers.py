@@ -6,11 +6,11 @@ import copy
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import transformers
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from videokv.adapters.transformers.attention import NAME, Turn
+from videokv.adapters.transformers.attention import Turn, hand_over
 
 if TYPE_CHECKING:
     from videokv.adapters.transformers.cache import CompressedCache
@@ -30,16 +30,9 @@ class Owned:
             raise ValueError("the CompressedCache of this layer is gone; keep a reference to it")
         return owner
 
-    def begin(self, keys: Tensor, passed: Any) -> None:
-        """Say to the owner that a forward is here, and leave a Turn in its keyword arguments."""
-        if not isinstance(passed, dict):
-            raise ValueError(
-                f"layer {self._index} does not hand its keyword arguments to the cache, as models "
-                f"of transformers 5 do (this is {transformers.__version__}): it cannot be used "
-                "with CompressedCache; update transformers or use a model class that does"
-            )
-        self.owner.begin(self._index, keys)
-        passed[NAME] = Turn(self.owner, self._index)
+    @property
+    def turn(self) -> Turn:
+        return Turn(self.owner, self._index)
 
     def reset(self) -> None:
         raise ValueError("layers of a CompressedCache are reset together: call cache.reset()")
@@ -59,24 +52,28 @@ class CompressedLayer(Owned, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self.own(owner, index)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, *states: Tensor) -> None:
         """Nothing to prepare: storage grows with the chunks."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new rows as they are; ``kwargs["kwargs"]`` gets the Turn of this layer."""
-        self.begin(key_states, kwargs.get("kwargs"))
-        return key_states, value_states
+        """The new rows as they are; the keys carry the Turn of this layer."""
+        self.owner.begin(self._index, key_states)
+        return hand_over(key_states, self.turn), value_states
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """(rows, offset); query: a number of tokens, or in transformers 4 their positions."""
+        tokens = query if isinstance(query, int) else len(query)
+        return self.get_seq_length() + tokens, 0
 
     def get_seq_length(self) -> int:
         return self.owner.length_of(self._index)
 
     def get_max_length(self) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
 
 class WindowLayer(Owned, DynamicSlidingWindowLayer):
@@ -88,14 +85,37 @@ class WindowLayer(Owned, DynamicSlidingWindowLayer):
     def __init__(self, owner: CompressedCache, index: int, window: int) -> None:
         DynamicSlidingWindowLayer.__init__(self, sliding_window=window)
         self.own(owner, index)
+        self.record_past = False
+        self.is_initialized = False
         self._before: tuple[Tensor | None, Tensor | None, int] | None = None
+
+    def activate_past_recording(self) -> None:
+        """Keep more than the window from now on, until the next ``crop``."""
+        self.record_past = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self.begin(key_states, kwargs.get("kwargs"))
+        """What the new rows may see: the window before the first of them, and themselves."""
+        self.owner.begin(self._index, key_states)
         self._before = (self.keys, self.values, self.cumulative_length)
-        return DynamicSlidingWindowLayer.update(self, key_states, value_states)
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        past = (self.keys, self.values)
+        full = [
+            new if old is None else torch.cat([old, new], -2)
+            for old, new in zip(past, (key_states, value_states), strict=True)
+        ]
+        self._hold(*full, length=self.cumulative_length + key_states.shape[-2])
+        keys, values = (rows[:, :, -visible:] for rows in full)
+        return hand_over(keys, self.turn), values
+
+    def _hold(self, keys: Tensor, values: Tensor, *, length: int) -> None:
+        """Keep rows, and no more than the window unless the past is recorded."""
+        if not self.record_past:
+            first = max(0, keys.shape[-2] - (self.sliding_window - 1))
+            keys, values = keys[:, :, first:], values[:, :, first:]
+        self.keys, self.values, self.cumulative_length = keys, values, length
+        self.is_initialized, self.device = True, keys.device
 
     def settle(self) -> None:
         """The forward is done."""
@@ -117,8 +137,12 @@ class WindowLayer(Owned, DynamicSlidingWindowLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens (minus their number), which ``check_crop`` allows."""
-        if tokens_to_remove or self.record_past:
-            DynamicSlidingWindowLayer.crop(self, tokens_to_remove)
+        if self.keys is None or self.values is None:
+            return
+        kept = self.keys.shape[-2] + tokens_to_remove
+        first = max(0, kept - (self.sliding_window - 1))
+        self.keys, self.values = (rows[:, :, first:kept] for rows in (self.keys, self.values))
+        self.cumulative_length += tokens_to_remove
 
     def check_crop(self, tokens: int) -> None:
         """Raise ValueError where the last tokens cannot be removed: older ones would be missing."""

@@ -7,10 +7,9 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
+from videokv.adapters.served import Heads
 from videokv.adapters.transformers.attention import NAME, attention, mask
 
 FULL, WINDOW = "full_attention", "sliding_attention"  # as transformers calls them
@@ -32,11 +31,6 @@ class Layers:
 
 def check_model(model: PreTrainedModel) -> Layers:
     """The layers of a model, where all of them can be served; else ValueError."""
-    if not hasattr(CacheLayerMixin, "get_max_length"):
-        raise ValueError(
-            f"CompressedCache needs transformers 5 (made with 5.24), this is "
-            f"{transformers.__version__}: pip install -U transformers"
-        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"CompressedCache takes a transformers model, got {type(model).__name__}; for video "
@@ -54,6 +48,17 @@ def check_model(model: PreTrainedModel) -> Layers:
     if len(windows) == len(kinds):
         return Layers(len(kinds), {}, limit=config.sliding_window)
     return Layers(len(kinds), windows)
+
+
+def heads(model: PreTrainedModel) -> tuple[Heads, ...]:
+    """Those of the layers that are packed; () where the configuration does not say."""
+    sizes, layers = head_dims(model), check_model(model)
+    if sizes is None:
+        return ()
+    config, dtype = model.config, model.dtype
+    counts = (_whole(config, "num_attention_heads"), _whole(config, "num_key_value_heads"))
+    packed = [layer for layer in range(layers.count) if layer not in layers.windows]
+    return tuple(Heads(layer, *sizes, *counts, dtype) for layer in packed)
 
 
 def head_dims(model: PreTrainedModel) -> tuple[int, int] | None:
