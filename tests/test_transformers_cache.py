@@ -12,6 +12,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
+from watching import written_rows  # noqa: E402
+
 import videokv  # noqa: E402
 from videokv.adapters.transformers.attention import attention  # noqa: E402
 from videokv.adapters.transformers.cache import CROPS_TO_LENGTH, CompressedCache  # noqa: E402
@@ -308,6 +310,13 @@ def test_a_forward_of_no_tokens_changes_nothing(model):
         assert cache.get_seq_length() == 20
         prefill(model, cache, text(12), [12])
         assert cache.get_seq_length() == 32
+
+
+def test_dense_rows_are_freed(model):
+    with CompressedCache(model, "rtn-2bit", chunk=16) as cache, written_rows() as rows:
+        prefill(model, cache, text(80), [16] * 5)
+        cache.commit()
+        assert len(rows) == 2 * 5 and rows.alive() == 0
 
 
 # -- what is refused -------------------------------------------------------------------------
