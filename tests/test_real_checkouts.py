@@ -51,6 +51,7 @@ def test_family(family):
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
     assert result["repeatable"] and result["restored"] and result["spread"] > 0.1
+    assert result["checked_layers"] == [0, 1] and result["largest_error"] < 0.01
     recipes = dict(result["recipes"])
     assert recipes.pop("bf16")["equal"]
     two, four, eight = (recipe["error"] for recipe in recipes.values())

@@ -506,6 +506,17 @@ def test_head_sizes_are_read_from_the_configuration():
     assert sizes(hidden_size=96, num_attention_heads=[4, 6]) is None
 
 
+def test_older_versions_are_refused(model, monkeypatch):
+    monkeypatch.setattr("videokv.adapters.transformers.version", lambda _: "4.55.4")
+    with (
+        pytest.raises(ValueError, match=r"transformers 4\.56 and later, this is 4\.55\.4"),
+        videokv.compress(model, "bf16"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="this is 4.55.4"):
+        videokv.adapters.transformers.CompressedCache(model, "bf16")
+
+
 def test_other_models_are_refused():
     with pytest.raises(ValueError, match="transformers model"):
         CompressedCache(torch.nn.Linear(2, 2), "bf16")
