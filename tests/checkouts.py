@@ -255,7 +255,7 @@ class LingBot(WanKin):
             kv_cache=cache,
             crossattn_cache=text_cache,
             current_start=start * self.frame_tokens,
-            frame_seqlen=self.frame_tokens,
+            **({"frame_seqlen": self.frame_tokens} if self.code.__name__.endswith("fast") else {}),
         )
         return torch.stack(list(out))
 
@@ -558,6 +558,14 @@ FAMILIES = {
     "krea": Krea("wan.modules.causal_model", WAN, 6, {}, chunks=3, integers=True),
     "lingbot": LingBot(
         "wan.modules.model_fast",
+        WAN,
+        9,
+        dict(local_attn_size=9, sink_size=3),
+        name="WanModelFast",
+        chunks=6,
+    ),
+    "lingbot-causal": LingBot(
+        "wan.modules.model_causal",
         WAN,
         9,
         dict(local_attn_size=9, sink_size=3),

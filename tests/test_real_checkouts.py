@@ -28,6 +28,7 @@ FAMILIES = {
     "longlive-relative": "VIDEOKV_LONGLIVE",
     "matrix-game": "VIDEOKV_MATRIX_GAME_2",  # the folder Matrix-Game-2
     "lingbot": "VIDEOKV_LINGBOT",  # a folder with wan/modules/model_fast.py
+    "lingbot-causal": "VIDEOKV_LINGBOT",
     "krea": "VIDEOKV_KREA",
     "longcat": "VIDEOKV_LONGCAT",
     "hy-worldplay": "VIDEOKV_HY_WORLDPLAY",
