@@ -26,6 +26,7 @@ import videokv
 LAYERS, HEADS, SIZE, TEXT = 2, 2, 32, 8
 HEIGHT = WIDTH = 4  # latent, before patches of 2 x 2
 RECIPES = ("bf16", "rtn-2bit+calibrated", "rtn-4bit", "rtn-8bit")
+CHECKED = "rtn-8bit"
 
 
 def dense_attention(q, k, v, *args, softmax_scale=None, **options):
@@ -254,15 +255,13 @@ class LingBot(WanKin):
             kv_cache=cache,
             crossattn_cache=text_cache,
             current_start=start * self.frame_tokens,
-            frame_seqlen=self.frame_tokens,
+            **({"frame_seqlen": self.frame_tokens} if self.code.__name__.endswith("fast") else {}),
         )
         return torch.stack(list(out))
 
 
 class LongLiveRelative(LongLive2):
-    """Keys cached before rotary embedding; no recipe that needs the model's queries."""
-
-    recipes = ("bf16", "rtn-2bit+taylor", "rtn-4bit", "rtn-8bit+taylor")
+    """Keys cached before rotary embedding."""
 
     def tiny(self, cls):
         model = super().tiny(cls)
@@ -565,6 +564,14 @@ FAMILIES = {
         name="WanModelFast",
         chunks=6,
     ),
+    "lingbot-causal": LingBot(
+        "wan.modules.model_causal",
+        WAN,
+        9,
+        dict(local_attn_size=9, sink_size=3),
+        name="WanModelFast",
+        chunks=6,
+    ),
 }
 
 
@@ -584,8 +591,11 @@ def run(family, root):
         "repeatable": torch.equal(expected, again),
         "recipes": {},
     }
-    for name in getattr(kind, "recipes", RECIPES):
-        with videokv.compress(model, name) as kv, contextlib.redirect_stdout(sys.stderr):
+    for name in RECIPES:
+        with (
+            videokv.compress(model, name, record_dense=name == CHECKED) as kv,
+            contextlib.redirect_stdout(sys.stderr),
+        ):
             ours = kind.rollout(model, kind.new_cache())
             memory = kv.memory()
             result["recipes"][name] = {
@@ -595,6 +605,10 @@ def run(family, root):
                 "bits_per_element": memory.bits_per_element,
                 "ratio": memory.ratio,
             }
+            if name == CHECKED:
+                checks = kv.verify()
+                result["checked_layers"] = sorted({check.layer for check in checks})
+                result["largest_error"] = max(check.error for check in checks)
     result["restored"] = torch.equal(kind.rollout(model, kind.new_cache()), expected)
     return result
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fakes import causvid, krea, lingbot, longlive, matrix_game, rolling_forcing, self_forcing
 from fakes.common import seeded
+from watching import written_rows
 
 import videokv
 from videokv import adapters
@@ -26,9 +27,11 @@ def setting(name, dtype=torch.float32, size=16):
     model = seeded(cls(sink_size=fake.SINK, size=size)).to(dtype)
     rollout = getattr(fake, "rollout", self_forcing.rollout)
 
-    def run(chunks=6, **how):
-        noise = self_forcing.noise(chunks=chunks).to(dtype)
-        return rollout(model, model.new_cache(fake.ROWS, dtype=dtype), noise, **how)
+    def run(chunks=6, batch=1, keep=id):
+        noise = self_forcing.noise(chunks=chunks, batch=batch).to(dtype)
+        cache = model.new_cache(fake.ROWS, batch, dtype)
+        keep(cache)
+        return rollout(model, cache, noise)
 
     return model, run
 
@@ -49,6 +52,29 @@ def test_bf16_is_bit_equal_and_the_model_is_restored(name, dtype):
         assert torch.equal(run(), expected)
         assert torch.equal(run(), expected)  # a second video, new buffers
     assert torch.equal(run(), expected) and expected.float().std() > 0.1
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_guidance_batches_and_new_videos_mid_run(name):
+    model, run = setting(name)
+    expected, pair = run(), run(batch=2)
+    assert pair.shape[0] == 2
+    with videokv.compress(model, "bf16"):
+        run(3)  # broken off
+        assert torch.equal(run(batch=2), pair)
+        run(4)
+        assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_dense_rows_are_freed(name):
+    model, run = setting(name)
+    alive, kept = {}, []
+    for chunks in (5, 6):
+        with written_rows() as rows, videokv.compress(model, "rtn-2bit", group_size=16):
+            run(chunks, keep=kept.append)
+            alive[chunks] = rows.alive()
+    assert len(rows) > 10 and alive[5] == alive[6] <= 4  # two layers: the sink, the newest chunk
 
 
 @pytest.mark.parametrize("name", FAKES)

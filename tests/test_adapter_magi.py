@@ -4,6 +4,7 @@ import pytest
 import torch
 from fakes import magi as fake
 from fakes.common import seeded
+from watching import broken_off, written_rows
 
 import videokv
 
@@ -97,3 +98,31 @@ def test_what_does_not_fit_is_refused_at_compress():
         videokv.compress(model, "rtn-2bit", group_size=16),
     ):
         pass
+
+
+def test_corrections_touch_final_chunks_only(monkeypatch):
+    model, noise = setting()
+    seen, original = [], videokv.recipes.attend
+
+    def spy(query, segments, **options):
+        seen.append([bool(segment.noise) for segment in segments])
+        return original(query, segments, **options)
+
+    monkeypatch.setattr("videokv.recipes.attend", spy)
+    with videokv.compress(model, "rtn-2bit+taylor", group_size=16, sink_chunks=1):
+        fake.rollout(model, noise)
+    assert any(any(noisy) for noisy in seen) and not any(noisy[-1] for noisy in seen)
+    longest = max(seen, key=len)
+    assert longest[:2] == [False, True]  # the first chunk is a sink
+
+
+def test_dense_rows_are_freed_and_a_video_can_break_off():
+    model, noise = setting()
+    expected = fake.rollout(model, noise)
+    with videokv.compress(model, "rtn-2bit", group_size=16), written_rows() as rows:
+        fake.rollout(model, noise)
+        assert len(rows) > 12 and rows.alive() <= 2  # the newest chunk of two layers
+    with videokv.compress(model, "bf16"):
+        with pytest.raises(KeyboardInterrupt), broken_off(after=5):
+            fake.rollout(model, noise)
+        assert torch.equal(fake.rollout(model, noise), expected)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import watching
 from fakes import hy_worldplay, hy_worldplay_wan, longcat
 from fakes.common import seeded
 
@@ -50,6 +51,24 @@ def test_bf16_is_bit_equal_and_the_model_is_restored(name, dtype):
     assert torch.equal(ours, expected) and expected.float().std() > 0.1
     assert len(kv.caches) == BRANCHES[name] and kv.encode_calls == 0
     assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_a_new_video_mid_run(name):
+    model, run, _ = FAKES[name]()
+    expected = run()
+    with videokv.compress(model, "bf16"):
+        with pytest.raises(KeyboardInterrupt), watching.broken_off(after=LAYERS + 1):
+            run()
+        assert torch.equal(run(), expected) and torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_rows_of_each_rebuild_are_freed(name):
+    model, run, rebuilds = FAKES[name]()
+    with watching.written_rows() as rows, videokv.compress(model, "rtn-2bit", group_size=16):
+        run()
+        assert len(rows) == LAYERS * rebuilds * BRANCHES[name] and rows.alive() == 0
 
 
 @pytest.mark.parametrize("name", FAKES)

@@ -9,6 +9,7 @@ pytest.importorskip("diffusers", minversion="0.42", reason="needs diffusers 0.42
 pytest.importorskip("transformers", reason="the pipelines of diffusers need transformers")
 
 import diffusers_models as tiny  # noqa: E402
+import watching  # noqa: E402
 
 import videokv  # noqa: E402
 from videokv.adapters import anyflow_far, skyreels_v2, verify  # noqa: E402
@@ -108,6 +109,56 @@ def test_corrections_touch_cached_keys_only(kind, recipe, monkeypatch):
         assert longest == [False, True, True, False]
     else:
         assert longest[-2:] == [True, False]
+
+
+@PIPELINES
+def test_chunks_are_encoded_once_and_their_rows_freed(kind):
+    """AnyFlow once a rebuild of its history, the refiner once a block; not once a step."""
+    pipeline = kind.pipeline(kind.make())
+    with watching.written_rows() as rows, videokv.compress(pipeline, "rtn-2bit") as kv:
+        kind.video(pipeline)
+        assert len(rows) > 4 and rows.alive() == 0
+    # keys and values of two layers; three rebuilds of 1, 2 and 3 chunks, or four blocks
+    assert kv.encode_calls == 2 * 2 * (1 + 2 + 3 if kind is AnyFlow else len(rows) // 2)
+
+
+@PIPELINES
+def test_a_new_video_mid_run(kind, expected):
+    pipeline = kind.pipeline(kind.make())
+    with videokv.compress(pipeline, "bf16"):
+        with pytest.raises(KeyboardInterrupt), watching.broken_off(after=3):
+            kind.video(pipeline)
+        assert error(kind.video(pipeline), expected[kind]) < TOLERANCE[torch.float32]
+
+
+def test_refiner_memory_is_flat_over_forty_blocks():
+    pipeline, held = tiny.sana_pipeline(tiny.sana()), {}
+    for frames in (2 + 3 * 20, 2 + 3 * 40):
+        with videokv.compress(pipeline, "rtn-2bit") as kv:
+            tiny.sana_video(pipeline, frames=frames)
+            held[frames] = kv.memory().held_bytes
+    assert len(set(held.values())) == 1
+
+
+def test_skyreels_blocks_are_encoded_once_and_corrected_alone(monkeypatch):
+    model, seen, attend = tiny.skyreels(), [], videokv.Recipe.attend
+
+    def spy(self, query, segments, **options):
+        seen.append([bool(segment.noise) for segment in segments])
+        return attend(self, query, segments, **options)
+
+    monkeypatch.setattr(videokv.Recipe, "attend", spy)
+    noise = torch.randn(1, 4, 8, 8, 8, generator=tiny.seeded())
+    text = torch.randn(1, 5, 16, generator=tiny.seeded(1))
+    scheduler = tiny.diffusers.FlowMatchEulerDiscreteScheduler()
+    with (
+        watching.written_rows() as rows,
+        videokv.compress(model, "rtn-2bit+taylor", sink_chunks=1) as kv,
+    ):
+        skyreels_v2.sample(model, noise, text, scheduler=scheduler, steps=3)
+        assert len(rows) == 2 * 3 and rows.alive() <= 2  # the sink of two layers
+    assert kv.encode_calls == 2 * 2 * 2  # three of four blocks are read again, one is the sink
+    assert max(seen, key=len) == [False, True, True, False]
 
 
 @PIPELINES

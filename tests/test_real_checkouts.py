@@ -28,6 +28,7 @@ FAMILIES = {
     "longlive-relative": "VIDEOKV_LONGLIVE",
     "matrix-game": "VIDEOKV_MATRIX_GAME_2",  # the folder Matrix-Game-2
     "lingbot": "VIDEOKV_LINGBOT",  # a folder with wan/modules/model_fast.py
+    "lingbot-causal": "VIDEOKV_LINGBOT",
     "krea": "VIDEOKV_KREA",
     "longcat": "VIDEOKV_LONGCAT",
     "hy-worldplay": "VIDEOKV_HY_WORLDPLAY",
@@ -51,6 +52,7 @@ def test_family(family):
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
     assert result["repeatable"] and result["restored"] and result["spread"] > 0.1
+    assert result["checked_layers"] == [0, 1] and result["largest_error"] < 0.01
     recipes = dict(result["recipes"])
     assert recipes.pop("bf16")["equal"]
     two, four, eight = (recipe["error"] for recipe in recipes.values())

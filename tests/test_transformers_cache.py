@@ -12,6 +12,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
+from watching import written_rows  # noqa: E402
+
 import videokv  # noqa: E402
 from videokv.adapters.transformers.attention import attention  # noqa: E402
 from videokv.adapters.transformers.cache import CROPS_TO_LENGTH, CompressedCache  # noqa: E402
@@ -310,6 +312,13 @@ def test_a_forward_of_no_tokens_changes_nothing(model):
         assert cache.get_seq_length() == 32
 
 
+def test_dense_rows_are_freed(model):
+    with CompressedCache(model, "rtn-2bit", chunk=16) as cache, written_rows() as rows:
+        prefill(model, cache, text(80), [16] * 5)
+        cache.commit()
+        assert len(rows) == 2 * 5 and rows.alive() == 0
+
+
 # -- what is refused -------------------------------------------------------------------------
 
 
@@ -495,6 +504,17 @@ def test_head_sizes_are_read_from_the_configuration():
     assert sizes(**latent) == (48, 24)
     assert sizes(head_dim=64, global_head_dim=128) is None
     assert sizes(hidden_size=96, num_attention_heads=[4, 6]) is None
+
+
+def test_older_versions_are_refused(model, monkeypatch):
+    monkeypatch.setattr("videokv.adapters.transformers.version", lambda _: "4.55.4")
+    with (
+        pytest.raises(ValueError, match=r"transformers 4\.56 and later, this is 4\.55\.4"),
+        videokv.compress(model, "bf16"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="this is 4.55.4"):
+        videokv.adapters.transformers.CompressedCache(model, "bf16")
 
 
 def test_other_models_are_refused():
