@@ -184,12 +184,13 @@ def _kernel(
     if BF > 0:
         column = tl.arange(0, BF)
         extra = tl.load(e + line[:, None] * BF + column[None, :], mask=asked[:, None], other=0.0)
-    # Wider than the 16 labels: a square product would be laid out over rows, which are few.
-    v_label = tl.arange(0, 32)
+    # Wider than the labels: a square product would be laid out over the rows, which are few.
+    wide: tl.constexpr = 2 * BM if BM < 64 else 32
+    v_label = tl.arange(0, wide)
     peak = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, V_BD], tl.float32)
-    mass = tl.zeros([BM, 32], tl.float32)
+    mass = tl.zeros([BM, wide], tl.float32)
     begin = tl.program_id(0) * stretch
     for first in range(begin, tl.minimum(begin + stretch, tokens), BN):
         token = first + tl.arange(0, BN)

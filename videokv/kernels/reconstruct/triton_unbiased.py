@@ -43,7 +43,7 @@ from videokv.tensors import E4M3
 BLOCK_ELEMENTS = 8192  # of one step of a program: 64 tokens of 128 channels
 PROGRAMS = 1056  # eight for each of 132 multiprocessors; more would only fetch the matrix again
 LONGEST = 8  # blocks of a stretch
-WARPS = 4
+WARPS = 8  # 16 of them fit a multiprocessor; of 4, with twice the registers, 8
 CENTRES = 16  # rows of the padded table
 _COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres", "rope_rows"]
 
