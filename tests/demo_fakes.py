@@ -21,6 +21,7 @@ KNOWN = {
     "quarot-2bit": (6.1, 2.75, 0.351),
     "quarot-2bit+taylor": (4.2, 2.75, 0.325),
     "quarot-2bit+calibrated": (3.6, 2.76, 0.3168),
+    "videokv-2bit+calibrated": (1.9, 2.65, 0.3171),
 }
 assert tuple(KNOWN) == DEFAULT_RECIPES
 
