@@ -21,6 +21,7 @@ KNOWN = {
     "quarot-2bit": (6.1, 2.75, 0.351),
     "quarot-2bit+taylor": (4.2, 2.75, 0.325),
     "quarot-2bit+calibrated": (3.6, 2.76, 0.3168),
+    "videokv-2bit+calibrated": (1.9, 2.65, 0.3171),
 }
 assert tuple(KNOWN) == DEFAULT_RECIPES
 
@@ -29,11 +30,18 @@ def install(patch: pytest.MonkeyPatch) -> None:
     """Put the stand-in behind videokv.studies.rollout."""
     patch.setattr(seam, "recipe_names", lambda: list(KNOWN))
     patch.setattr(seam, "check_recipe", check_recipe)
-    patch.setattr(seam, "count_bits", lambda name, *, tokens, head_dim: KNOWN[name][1])
+    patch.setattr(seam, "count_bits", lambda name, *, tokens, head_dim: bits(name))
     patch.setattr(seam, "load_model", lambda device: None)
     patch.setattr(seam, "model_digest", lambda model: "0" * 16)
     patch.setattr(seam, "get_clips", get_clips)
     patch.setattr(seam, "run_rollout", run_rollout)
+
+
+def bits(name: str) -> float:
+    """Also of the same recipe without its correction, which stores nothing."""
+    return {key.partition("+")[0]: row[1] for key, row in reversed(KNOWN.items())}[
+        name.partition("+")[0]
+    ]
 
 
 def check_recipe(name: str) -> None:

@@ -37,7 +37,10 @@ def test_the_list_is_whole() -> None:
 
 
 def test_every_variant_of_the_evidence_can_be_built() -> None:
-    assert len(checked(ROLLED)) == len(ROLLED) + 1 and len(checked(DIAGNOSED)) == len(DIAGNOSED) + 1
+    for variants in (ROLLED, DIAGNOSED):
+        assert len(checked(variants)) == len(variants) + 1
+        made = [item.recipe() for item in variants]
+        assert all(a != b for i, a in enumerate(made) for b in made[:i]), "two that are the same"
 
 
 def test_every_command_of_a_claim_is_one(capsys) -> None:

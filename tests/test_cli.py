@@ -42,7 +42,7 @@ def test_demo_writes_everything_and_prints_a_table(capsys, tmp_path: Path) -> No
     printed = capsys.readouterr()
     assert "quarot-2bit+calibrated" in printed.out and "report.html" in printed.out
     assert "±" not in printed.out
-    assert "7/7 chunks: quarot-2bit+calibrated, clip-000: done" in printed.err
+    assert "8/8 chunks: videokv-2bit+calibrated, clip-000: done" in printed.err
 
 
 def test_a_narrow_terminal_gets_whole_columns(capsys, monkeypatch) -> None:

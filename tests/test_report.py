@@ -65,7 +65,7 @@ def test_video_plots_table_and_both_colour_schemes_are_there(page: str) -> None:
     assert "data:video/mp4;base64,AAAA" in page
     assert page.count("<svg") == 2 and "currentColor" in page and plots.INK not in page
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
-    assert page.count("<tr") == 1 + 7 and page.count("aria-sort") > 8
+    assert page.count("<tr") == 1 + 8 and page.count("aria-sort") > 8
 
 
 def test_text_from_outside_is_escaped(run: DemoRun) -> None:

@@ -159,11 +159,13 @@ def test_the_commands(calls, capsys, tmp_path, options) -> None:
     read = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert read["study"] == options[0] and read["command"].startswith("videokv ")
     studies_fakes.check_schema(tmp_path / "o" / "results.json")
-    figures = sorted(p.suffix for p in (tmp_path / "o" / "figures").glob("*"))
-    assert figures == {"tradeoff": 2, "longrun": 1}.get(options[0], 0) * [".json"] + (
-        {"tradeoff": 2, "longrun": 1}.get(options[0], 0) * [".png"]
-        + {"tradeoff": 2, "longrun": 1}.get(options[0], 0) * [".svg"]
-    )
+    drawn = {p.stem for p in (tmp_path / "o" / "figures").glob("*.svg")}
+    more = {"tradeoff": {"tradeoff_psnr_db", "tradeoff_ssim"}, "longrun": {"psnr_db_by_chunk"}}
+    assert drawn == {"frames"} | more.get(options[0], set())
+    for suffix in (".png", ".json"):
+        assert {p.stem for p in (tmp_path / "o" / "figures").glob(f"*{suffix}")} == drawn
+    page = (tmp_path / "o" / "report.html").read_text()
+    assert options[0] in page and "<video" in page and "<table" in page and "http" not in page
     assert cli.main([*options, "--clips", "1", "--out", "o", "--device", "cpu"]) == 0
     assert "bf16" in capsys.readouterr().out
 
@@ -187,6 +189,7 @@ def test_more_metrics_where_they_are_available(calls, tmp_path, monkeypatch, cap
 def test_figures_of_a_finished_folder(calls, capsys, tmp_path) -> None:
     run_rollouts(plan(tmp_path, "rtn-2bit"))
     assert cli.main(["figures", "d"]) == 0
+    assert (tmp_path / "d" / "report.html").is_file()
     names = {p.name for p in (tmp_path / "d" / "figures").iterdir()}
     assert names == {"frames.png", "frames.svg", "frames.json", "differences.mp4"}
     assert cli.main(["figures", "d", "--clip", "clip-009"]) == 2

@@ -52,20 +52,23 @@ def test_ray_gives_the_rows_of_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_study_has_the_same_rows_with_two_workers(tmp_path) -> None:
+@pytest.mark.parametrize("other", [{"workers": 2}, {"ray": "local"}], ids=["workers", "ray"])
+def test_a_real_study_has_the_same_rows_wherever_it_runs(tmp_path, other) -> None:
+    if "ray" in other:
+        pytest.importorskip("ray", reason="ray is not installed: the Ray path was not run")
     from videokv.studies.grids import compare_variants
     from videokv.studies.rollouts import RolloutPlan, run_rollouts
 
     found = []
-    for workers in (1, 2):
+    for number, where in enumerate(({"workers": 1}, other)):
         plan = RolloutPlan(
             "compare",
             compare_variants(["rtn-2bit"]),
-            tmp_path / str(workers),
+            tmp_path / str(number),
             clips=2,
             chunks=1,
             device="cpu",
-            workers=workers,
+            **where,
         )
         rows = run_rollouts(plan).rows
         found.append([row for row in rows if row.metric != "seconds_per_chunk"])

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from videokv.report.studies_cli import AsJson, Device, Ray, Seed, Workers, progress
+from videokv.report.run_options import AsJson, Device, Ray, Seed, Workers
+from videokv.report.studies_cli import progress
 
 
 def claims(

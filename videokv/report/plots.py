@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +71,32 @@ def mass_by_layer(curves: Curves, recipes: Sequence[str]) -> str:
     return _svg(draw, salt="mass")
 
 
+def recipe_plot(
+    values: Mapping[str, Sequence[float]], *, unit: str, factor: float, salt: str
+) -> str:
+    """SVG of one metric: a dot a recipe and its error (see ``_band``), values times ``factor``.
+
+    unit: the axis label.
+    """
+    names = list(values)
+
+    def draw(axes: Axes) -> None:
+        for place, name in enumerate(names):
+            found = np.asarray(values[name], dtype=float)[:, None] * factor
+            mean = found.mean()
+            low, high = (float(x[0]) for x in _band(found))
+            axes.errorbar(
+                mean, place, xerr=[[max(0.0, mean - low)], [max(0.0, high - mean)]], fmt="o",
+                markersize=5, capsize=3, color=colour_of(name, names),
+            )  # fmt: skip
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.grid(axis="x", color=INK, alpha=0.10, linewidth=0.8)
+        axes.set_xlabel(unit)
+
+    return _svg(draw, salt=salt, size=(4.8, 0.9 + 0.3 * len(names)))
+
+
 def band_note(clips: int) -> str:
     """What the band of ``psnr_by_frame`` shows."""
     if clips >= MIN_CASES_FOR_PRINTED_ERROR:
@@ -87,7 +113,7 @@ def _band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean - sem, mean + sem
 
 
-def _svg(draw: Any, *, salt: str) -> str:
+def _svg(draw: Any, *, salt: str, size: tuple[float, float] = SIZE_INCHES) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -103,7 +129,7 @@ def _svg(draw: Any, *, salt: str) -> str:
         "lines.linewidth": 1.9,
     }
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()
         draw(axes)
         _clean(axes)

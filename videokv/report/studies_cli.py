@@ -15,24 +15,17 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from videokv.command_line import command
+from videokv.report.run_options import AsJson, Out, RunOptions, with_run_options
 from videokv.studies.results import Results
+from videokv.studies.rollout import MAX_CHUNKS
 from videokv.studies.rollouts import OnUnit
+from videokv.studies.variants import Variant
 
 PLAIN_WIDTH = 140
 HIDDEN = ("held_bytes", "dense_bytes", "psnr_pooled_db", "sharpness", "identical_frames")
 
-Out = Annotated[Path, typer.Option(help="Folder for results; the same command resumes in it.")]
-ClipCount = Annotated[int, typer.Option(help="Clips of real play to start from; 8 are shipped.")]
-ChunkCount = Annotated[int, typer.Option(help="Chunks of 3 frames to generate, at most 10.")]
-Seed = Annotated[int, typer.Option(help="Of the noise; the same for every recipe.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Window = Annotated[int | None, typer.Option(help="Chunks the cache keeps. Default: the model's.")]
-Workers = Annotated[int, typer.Option(help="Processes; the rows are the same for any number.")]
-Ray = Annotated[
-    str | None, typer.Option("--ray", help="Address of a Ray cluster to run on instead.")
-]
 Recipes = Annotated[str, typer.Option(help="Recipes with commas between; see: videokv recipes.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 
 COMPARED = "rtn-2bit,quarot-2bit,quarot-2bit+taylor,quarot-2bit+calibrated,qvg-2bit,quantwm-2bit"
 DIAGNOSED = (
@@ -41,95 +34,59 @@ DIAGNOSED = (
 )
 
 
+@with_run_options(out="videokv-compare", chunks=4)
 def compare(
     recipes: Recipes = COMPARED,
-    out: Out = Path("videokv-compare"),
-    clips: ClipCount = 8,
-    chunks: ChunkCount = 4,
-    seed: Seed = 0,
-    device: Device = "auto",
     window: Window = None,
     also: Annotated[
         str | None, typer.Option(help="More metrics: lpips_alex, lpips_vgg, flip.")
     ] = None,
-    workers: Workers = 1,
-    ray: Ray = None,
-    as_json: AsJson = False,
+    *,
+    run: RunOptions,
 ) -> None:
     """Any recipes on the shipped world model, each against the rollout with the BF16 cache."""
     from videokv.studies.grids import compare_variants
-    from videokv.studies.rollouts import RolloutPlan, run_rollouts
 
-    plan = RolloutPlan(
-        "compare", compare_variants(split(recipes)), out, command(), clips, chunks, seed, device,
-        window, also=() if also is None else split(also), workers=workers, ray=ray,
-    )  # fmt: skip
-    with progress() as on_unit:
-        results = run_rollouts(plan, on_unit=on_unit)
-    show(results, out, as_json=as_json)
+    more = () if also is None else split(also)
+    results = _rolled("compare", compare_variants(split(recipes)), run, window=window, also=more)
+    show(results, run.out, as_json=run.as_json)
 
 
-def kvsplit(
-    recipes: Recipes = "qvg-2bit,rtn-2bit,quarot-2bit",
-    out: Out = Path("videokv-kvsplit"),
-    clips: ClipCount = 8,
-    chunks: ChunkCount = 4,
-    seed: Seed = 0,
-    device: Device = "auto",
-    workers: Workers = 1,
-    ray: Ray = None,
-    as_json: AsJson = False,
-) -> None:
+@with_run_options(out="videokv-kvsplit", chunks=4)
+def kvsplit(recipes: Recipes = "qvg-2bit,rtn-2bit,quarot-2bit", *, run: RunOptions) -> None:
     """Keys alone at 2 bits (K2V16), values alone (K16V2), both (K2V2)."""
     from videokv.studies.grids import kvsplit_variants
-    from videokv.studies.rollouts import RolloutPlan, run_rollouts
 
-    plan = RolloutPlan(
-        "kvsplit", kvsplit_variants(split(recipes)), out, command(), clips, chunks, seed, device,
-        workers=workers, ray=ray,
-    )  # fmt: skip
-    with progress() as on_unit:
-        results = run_rollouts(plan, on_unit=on_unit)
-    show(results, out, as_json=as_json)
+    results = _rolled("kvsplit", kvsplit_variants(split(recipes)), run)
+    show(results, run.out, as_json=run.as_json)
 
 
+@with_run_options(out="videokv-tradeoff", chunks=4)
 def tradeoff(
     family: Annotated[str, typer.Option(help="Quantizer, with 2, 3 and 4 bits.")] = "quarot",
     bits: Annotated[str, typer.Option(help="Widths, with commas.")] = "2,3,4",
     groups: Annotated[str, typer.Option(help="Group sizes, with commas.")] = "32,64,128",
     correction: Annotated[str, typer.Option(help="With it and without it.")] = "taylor",
-    out: Out = Path("videokv-tradeoff"),
-    clips: ClipCount = 8,
-    chunks: ChunkCount = 4,
-    seed: Seed = 0,
-    device: Device = "auto",
-    workers: Workers = 1,
-    ray: Ray = None,
-    as_json: AsJson = False,
+    *,
+    run: RunOptions,
 ) -> None:
     """Bits against quality over widths and group sizes, with and without a correction.
 
     on_pareto_front is 1 where no other recipe is as small and better in psnr_db.
     """
-    from videokv.report.figures import save_tradeoff
     from videokv.studies.grids import pareto_rows, tradeoff_variants
-    from videokv.studies.rollouts import RolloutPlan, run_rollouts, with_rows
+    from videokv.studies.rollouts import with_rows
 
     variants = tradeoff_variants(
         family, bits=integers(bits, "bits"), groups=integers(groups, "groups"),
         correction=correction,
     )  # fmt: skip
-    plan = RolloutPlan(
-        "tradeoff", variants, out, command(), clips, chunks, seed, device,
-        workers=workers, ray=ray,
-    )  # fmt: skip
-    with progress() as on_unit:
-        results = run_rollouts(plan, on_unit=on_unit)
-    results = with_rows(results, pareto_rows(results), out)
-    save_tradeoff(results, out / "figures")
-    show(results, out, as_json=as_json)
+    results = _rolled("tradeoff", variants, run)
+    results = with_rows(results, pareto_rows(results), run.out)
+    show(results, run.out, as_json=run.as_json)
 
 
+@with_run_options(out="videokv-ablate", chunks=4)
 def ablate(
     parts: Annotated[
         str,
@@ -137,82 +94,70 @@ def ablate(
             help="Any of qsac-psac, rank, candidates, metric, centroids, correction, policy."
         ),
     ] = "qsac-psac,rank,candidates,metric,centroids,correction,policy",
-    out: Out = Path("videokv-ablate"),
-    clips: ClipCount = 8,
-    chunks: ChunkCount = 4,
-    seed: Seed = 0,
-    device: Device = "auto",
-    workers: Workers = 1,
-    ray: Ray = None,
-    as_json: AsJson = False,
+    *,
+    run: RunOptions,
 ) -> None:
     """QuantWM's parts, ranks, candidates and centroids; kinds of correction; sink and recent."""
     from videokv.studies.grids import ablate_variants
-    from videokv.studies.rollouts import RolloutPlan, run_rollouts
 
-    plan = RolloutPlan(
-        "ablate", ablate_variants(split(parts)), out, command(), clips, chunks, seed, device,
-        workers=workers, ray=ray,
-    )  # fmt: skip
-    with progress() as on_unit:
-        results = run_rollouts(plan, on_unit=on_unit)
-    show(results, out, as_json=as_json)
+    results = _rolled("ablate", ablate_variants(split(parts)), run)
+    show(results, run.out, as_json=run.as_json)
 
 
+@with_run_options(out="videokv-longrun", chunks=MAX_CHUNKS, chunks_option=False)
 def longrun(
     recipes: Recipes = "rtn-2bit,quarot-2bit,quarot-2bit+calibrated,quantwm-2bit",
-    out: Out = Path("videokv-longrun"),
-    clips: ClipCount = 8,
-    seed: Seed = 0,
-    device: Device = "auto",
     window: Window = None,
-    workers: Workers = 1,
-    ray: Ray = None,
-    as_json: AsJson = False,
+    *,
+    run: RunOptions,
 ) -> None:
     """As long as the clips last (10 chunks), with the PSNR of every chunk."""
-    from videokv.report.figures.curves import psnr_by_chunk, save_by_chunk
     from videokv.studies.grids import compare_variants
-    from videokv.studies.rollout import MAX_CHUNKS
-    from videokv.studies.rollouts import RolloutPlan, run_rollouts
 
-    plan = RolloutPlan(
-        "longrun", compare_variants(split(recipes)), out, command(), clips, MAX_CHUNKS, seed,
-        device, window, chunk_rows=True, workers=workers, ray=ray,
-    )  # fmt: skip
-    with progress() as on_unit:
-        results = run_rollouts(plan, on_unit=on_unit)
-    save_by_chunk(psnr_by_chunk(results), out / "figures", metric="psnr_db")
-    show(results, out, as_json=as_json)
+    variants = compare_variants(split(recipes))
+    results = _rolled("longrun", variants, run, window=window, chunk_rows=True)
+    show(results, run.out, as_json=run.as_json)
 
 
+@with_run_options(out="videokv-diagnose", chunks=2)
 def diagnose(
     recipes: Recipes = DIAGNOSED,
-    out: Out = Path("videokv-diagnose"),
-    clips: ClipCount = 8,
-    chunks: ChunkCount = 2,
-    seed: Seed = 0,
-    device: Device = "auto",
     layers: Annotated[str | None, typer.Option(help="Layers from 0, with commas; all.")] = None,
     steps: Annotated[str, typer.Option(help="Denoising steps from 0, with commas.")] = "0,3,7",
-    workers: Workers = 1,
-    ray: Ray = None,
-    as_json: AsJson = False,
+    *,
+    run: RunOptions,
 ) -> None:
     """What caches do to attention with the same queries: mass, divergence, outputs, tokens."""
-    from videokv.report.figures import save_diagnostics
     from videokv.studies.diagnose import DiagnosePlan, run_diagnose
     from videokv.studies.variants import variant
 
     plan = DiagnosePlan(
-        tuple(variant(name) for name in split(recipes)), out, command(), clips, chunks, seed,
-        device, None if layers is None else integers(layers, "layers"),
-        integers(steps, "steps"), workers, ray,
+        tuple(variant(name) for name in split(recipes)), run.out, command(), run.clips, run.chunks,
+        run.seed, run.device, None if layers is None else integers(layers, "layers"),
+        integers(steps, "steps"), run.workers, run.ray,
     )  # fmt: skip
     with progress() as on_unit:
         results = run_diagnose(plan, on_unit=on_unit)
-    save_diagnostics(json.loads((out / "diagnostics.json").read_text()), out / "figures")
-    show(results, out, as_json=as_json)
+    show(results, run.out, as_json=run.as_json)
+
+
+def _rolled(
+    study: str,
+    variants: tuple[Variant, ...],
+    run: RunOptions,
+    *,
+    window: int | None = None,
+    also: tuple[str, ...] = (),
+    chunk_rows: bool = False,
+) -> Results:
+    from videokv.studies.rollouts import RolloutPlan, run_rollouts
+
+    plan = RolloutPlan(
+        study, variants, run.out, command(), run.clips, run.chunks, run.seed, run.device, window,
+        chunk_rows, also, run.workers, run.ray,
+    )  # fmt: skip
+    with progress() as on_unit:
+        return run_rollouts(plan, on_unit=on_unit)
 
 
 def split(text: str) -> tuple[str, ...]:
@@ -248,13 +193,16 @@ def progress() -> Iterator[OnUnit]:
 
 
 def show(results: Results, out: Path, *, as_json: bool) -> None:
-    """The summary on the terminal, or results.json."""
+    """Figures and report.html in the folder; the summary on the terminal, or results.json."""
+    from videokv.report.study_page import write_study_page
+
+    page = write_study_page(out)
     if as_json:
         print(json.dumps(results.as_json(), indent=1, allow_nan=False))
         return
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     console.print(table(results))
-    print(f"written  {out / 'results.json'}")
+    print(f"written  {out / 'results.json'}\nreport   {page}")
 
 
 def table(results: Results, *, hidden: Sequence[str] = HIDDEN) -> Table:
@@ -295,8 +243,7 @@ def memory(
     Counted: bits from chunks that are really packed, shapes from the models' sources. The peak
     holds the packed past, the current chunk in BF16 and one layer's past decoded.
     """
-    from videokv.report.figures import save_memory
-    from videokv.report.figures.from_folder import held_by_model
+    from videokv.report.study_page import write_study_page
     from videokv.studies.memory import MODEL_NAMES, run_memory
 
     names = MODEL_NAMES if models is None else split(models)
@@ -304,12 +251,12 @@ def memory(
         out, recipes=split(recipes), models=names, budget_gib=budget_gib, frames=frames,
         command=command(),
     )  # fmt: skip
-    save_memory(held_by_model(results), out / "figures", title=f"{frames} latent frames at 480p")
+    page = write_study_page(out)
     if as_json:
         print(json.dumps(results.as_json(), indent=1, allow_nan=False))
         return
     _memory_table(results, budget_gib)
-    print(f"written  {out / 'results.json'}")
+    print(f"written  {out / 'results.json'}\nreport   {page}")
 
 
 def _memory_table(results: Results, budget_gib: float) -> None:
@@ -335,11 +282,13 @@ def figures(
     folder: Annotated[Path, typer.Argument(help="A study's folder, with its results.json.")],
     clip: Annotated[str, typer.Option(help="Clip whose frames are shown.")] = "clip-000",
 ) -> None:
-    """Draw a finished study: PNG, SVG and data into FOLDER/figures; frames and differences too."""
+    """Draw a finished study again: PNG, SVG and data into FOLDER/figures, and its report.html."""
     from videokv.report.figures.from_folder import save_figures
+    from videokv.report.study_page import write_study_page
 
     for path in save_figures(folder, clip=clip):
         print(path)
+    print(write_study_page(folder))
 
 
 COMMANDS = (compare, diagnose, tradeoff, ablate, kvsplit, memory, longrun, figures)

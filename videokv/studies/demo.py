@@ -43,6 +43,7 @@ DEFAULT_RECIPES = (
     "quarot-2bit",
     "quarot-2bit+taylor",
     "quarot-2bit+calibrated",
+    "videokv-2bit+calibrated",
 )
 MAX_CLIPS = 256
 BATCH_CLIPS = {"cpu": 4, "cuda": 16}

@@ -95,6 +95,7 @@ def _through_ray(
         raise ValueError("--ray needs Ray: pip install 'videokv[scale]'; or use --workers")
     import ray
 
+    started = not ray.is_initialized()
     ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
     try:
         remote = ray.remote(one_thread)
@@ -103,4 +104,5 @@ def _through_ray(
             done, _ = ray.wait(list(waiting), num_returns=1)
             yield waiting.pop(done[0]), ray.get(done[0])
     finally:
-        ray.shutdown()
+        if started:  # a caller's own connection stays
+            ray.shutdown()

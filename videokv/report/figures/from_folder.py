@@ -53,11 +53,7 @@ def save_figures(folder: Path, *, clip: str = "clip-000") -> list[Path]:
 
 def save_frames(folder: Path, out: Path, *, clip: str) -> list[Path]:
     """Frames side by side and a difference video of up to eight rollouts, the reference first."""
-    found: dict[str, Any] = {}
-    for place in sorted((folder / "frames").iterdir(), key=lambda p: (p.name != REFERENCE, p.name)):
-        path = place / f"{clip}.npz"
-        if place.name != GAME and path.is_file() and len(found) < SHOWN_CLIPS:
-            found[place.name] = load_frames(path)
+    found = frames_of(folder, clip)
     if REFERENCE not in found:
         raise ValueError(f"{folder / 'frames' / REFERENCE} has no {clip}; name another --clip")
     length = len(found[REFERENCE])
@@ -65,6 +61,19 @@ def save_frames(folder: Path, out: Path, *, clip: str) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     made = list(save_frames_side_by_side(found, out, frames=numbers.tolist()))
     return [*made, save_difference_video(found, out / "differences.mp4")]
+
+
+def frames_of(folder: Path, clip: str) -> dict[str, Any]:
+    """name → frames ``[T, H, W, 3]`` of up to eight rollouts of a clip, the reference first."""
+    places = folder / "frames"
+    found: dict[str, Any] = {}
+    if not places.is_dir():
+        return found
+    for place in sorted(places.iterdir(), key=lambda p: (p.name != REFERENCE, p.name)):
+        path = place / f"{clip}.npz"
+        if place.name != GAME and path.is_file() and len(found) < SHOWN_CLIPS:
+            found[place.name] = load_frames(path)
+    return found
 
 
 def held_by_model(results: Results) -> dict[str, dict[str, float]]:

@@ -26,7 +26,7 @@ OUT_OF_TIME = "where --seconds ended the run, the same command goes on with it"
 Say = Callable[[str, int, int], None]
 
 NEITHER, QSAC, PSAC, BOTH = "neither QSAC nor PSAC", "QSAC alone", "PSAC alone", "quantwm-2bit"
-KIVI = "kivi-2bit recent 1"
+KIVI, KIVI_PACKED = "kivi-2bit", "kivi-2bit recent 0"
 PER_CHANNEL = "rtn-2bit per channel+taylor"
 SMALL_CORRECTED, LARGE_PLAIN = "quarot-2bit g128+taylor", "quarot-4bit g64"
 WM = "quantwm-2bit"
@@ -44,8 +44,8 @@ ROLLED: tuple[Variant, ...] = (
     variant("qvg-2bit+taylor"),
     variant("qvg-2bit", "qvg-2bit K2V16", values=None),
     variant("qvg-2bit", "qvg-2bit K16V2", keys=None),
-    variant("kivi-2bit"),
-    variant("kivi-2bit", KIVI, recent_chunks=1),  # as published: with a recent window in BF16
+    variant("kivi-2bit"),  # as published: with a recent window in BF16
+    variant("kivi-2bit", KIVI_PACKED, recent_chunks=0),
     variant(WM, NEITHER, candidates=1, metric="none", rank=0),
     variant(WM, QSAC, rank=0),
     variant(WM, PSAC, candidates=1, metric="none"),
