@@ -90,11 +90,59 @@ def _mean_bias(scores: Tensor, current: Tensor, b: Tensor) -> tuple[Tensor, Tens
     return mean, torch.einsum("bhrt,bhrtf,bhrtg->bhfg", p, b, b) / p.shape[2]
 
 
+class SquareFit:
+    """The factor of least squared error of attention weights over far packed and near dense keys.
+
+    With values that are independent but for a common mean, that is the least error of the output:
+    keys that are mostly noise are not only put right on average but listened to less.
+    """
+
+    def __init__(self, name: str, *, lattice: int = 25) -> None:
+        self.name, self.lattice = name, lattice
+
+    def fit(
+        self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float
+    ) -> Tensor | None:
+        """Factors ``[B, Hkv, 1]``: the best of a lattice over the range, refined by a parabola."""
+        if not packed.noise() or queries is None:
+            return None
+        rows, heads = queries.float(), keys.shape[1]
+        repeats = rows.shape[1] // heads
+        b = _features(packed, rows, scale).sum(-1)
+
+        def score(k: Tensor) -> Tensor:
+            products = rows @ k.float().repeat_interleave(repeats, 1).mT * scale
+            return products.unflatten(1, (heads, repeats)).flatten(2, 3)
+
+        exact, noisy = score(keys), score(packed.decode(torch.float32))
+        far = far_pairs(rows.shape[2], keys.shape[2]).repeat(repeats, 1).to(keys.device)
+        target = exact.softmax(-1)
+        low, high = FACTOR_RANGE
+        tried = torch.linspace(low, high, self.lattice, device=keys.device)
+        errors = torch.stack(
+            [
+                (torch.where(far, noisy - factor * b, exact).softmax(-1) - target)
+                .square()
+                .sum(-1)
+                .mean(-1)
+                for factor in tried
+            ]
+        )
+        best = errors.argmin(0).clamp(1, self.lattice - 2)
+        before, at, after = (errors.gather(0, (best + i)[None])[0] for i in (-1, 0, 1))
+        bend = (before - 2 * at + after).clamp(min=1e-30)
+        shift = ((before - after) / (2 * bend)).clamp(-1, 1)
+        return (tried[best] + shift * (tried[1] - tried[0]))[..., None]
+
+    noise = DivergenceFit("", far=True, groups=False).noise
+
+
 FITS = {
     fit.name: fit
     for fit in (
         DivergenceFit("kl", far=False, groups=False),
         DivergenceFit("klg", far=False, groups=True),
         DivergenceFit("klfar", far=True, groups=False),
+        SquareFit("square"),
     )
 }
