@@ -138,7 +138,8 @@ class Subspace:
         correction: of a window of W chunks with G groups a head, about ``W G / basis_chunks``.
         Raise it where W G exceeds the 32 columns of one stock attention call (``sdpa`` otherwise
         makes several calls). Coefficients and gate are each chunk's own, with the queries known by
-        then.
+        then; an older basis may leave a few rows unrepaired, whose plain noise takes G columns
+        once for all chunks.
     """
 
     inner: Quantizer
