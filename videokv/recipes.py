@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import pkgutil
 import re
@@ -127,7 +128,8 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     """The recipe of a name, with options changed.
 
     overrides: fields of ``Recipe`` and of ``CachePolicy`` by name; the others go to the family
-    that builds the quantizers (``group_size=64``).
+    that builds the quantizers (``group_size=64``; ``span_chunks=4``: a codebook of qvg, qvg-pro or
+    quantwm serves 4 chunks; ``basis_chunks=4``: so does a basis of ``-psac`` or quantwm).
 
     Raises:
         ValueError: unknown name (the nearest are shown), width, correction or option.
@@ -163,8 +165,9 @@ def bits_per_element(
 ) -> float:
     """Bits an element (mean of keys and values) of chunks of ``tokens`` tokens.
 
-    Counted from the storages of a real chunk of seeded random numbers, encoded after another one
-    (so query-aware parts are there and warm); 16 for the dense recipe.
+    Counted from the storages of a real chunk of seeded random numbers, encoded with the queries of
+    another one (so query-aware parts are there and warm); 16 for the dense recipe. Where chunks
+    share a codebook or a basis, from as many chunks as it takes for each to be shared in full.
 
     Raises:
         ValueError: a size below 1, or the recipe cannot encode such heads.
@@ -172,18 +175,20 @@ def bits_per_element(
     for what, size in (("tokens", tokens), ("head_dim", head_dim)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{what} must be an integer of at least 1, got {size!r}")
-    chosen = dataclasses.replace(recipe(name), correction=None, policy=CachePolicy(window_chunks=1))
+    chosen = dataclasses.replace(recipe(name), correction=None, policy=CachePolicy())
     generator = torch.Generator().manual_seed(0)
     cache = chosen.new_cache(layers=1)
     sizes = (head_dim, head_dim if value_head_dim is None else value_head_dim, head_dim)
-    for chunk in range(2):
-        rows = [
-            torch.randn(1, 1, tokens, size, generator=generator, dtype=torch.float32)
-            for size in sizes
-        ]
-        key, value, query = (each.to(torch.bfloat16) for each in rows)
-        cache.write(0, chunk * tokens, key, value, query * _spectrum(head_dim))
-        cache.commit((chunk + 1) * tokens)
+    for counted in (1, math.lcm(_period(chosen.keys), _period(chosen.values))):
+        cache.reset(keep_statistics=True)  # a codebook of the first chunk would be shared too
+        for chunk in range(counted):
+            rows = [
+                torch.randn(1, 1, tokens, size, generator=generator, dtype=torch.float32)
+                for size in sizes
+            ]
+            key, value, query = (each.to(torch.bfloat16) for each in rows)
+            cache.write(0, chunk * tokens, key, value, query * _spectrum(head_dim))
+            cache.commit((chunk + 1) * tokens)
     return cache.memory().bits_per_element
 
 
@@ -257,8 +262,10 @@ def _quantizers(base: str, options: dict[str, Any]) -> tuple[Quantizer | None, Q
     subspace = _subspace()
     if repaired and subspace is not None and repaired["inner"] in known:
         family, bits = known[repaired["inner"]]
-        keys, values = _build(family, bits, options)
-        return subspace(keys, int(repaired["rank"])), values
+        own = {key: options[key] for key in options if key == "basis_chunks"}
+        inner = {key: options[key] for key in options if key not in own}
+        keys, values = _build(family, bits, inner, more=("basis_chunks",))
+        return subspace(keys, int(repaired["rank"]), **own), values
     _refuse_width(base)
     raise _unknown("recipe", base, [name for name in recipes() if "+" not in name])
 
@@ -285,10 +292,12 @@ def _base_name(family: Family, bits: int | None) -> str:
 
 
 def _build(
-    family: Family, bits: int | None, options: dict[str, Any]
+    family: Family, bits: int | None, options: dict[str, Any], *, more: Iterable[str] = ()
 ) -> tuple[Quantizer, Quantizer]:
+    """more: options that the caller takes, named where an unknown one is refused."""
     parameters = inspect.signature(family.build).parameters
-    _refuse_options(family.name, options, known=[name for name in parameters if name != "bits"])
+    known = [*(name for name in parameters if name != "bits"), *more]
+    _refuse_options(family.name, options, known=known)
     if bits is None and "bits" not in parameters:
         return family.build(**options)
     return family.build(bits, **options)
@@ -326,6 +335,13 @@ def _subspace() -> Any:
 
 def _repaired(base: str) -> bool:
     return isinstance(_quantizers(base, {})[0], _subspace())
+
+
+def _period(quantizer: Any) -> int:
+    """Chunks after which what they share begins anew, in a quantizer or in those it wraps."""
+    if quantizer is None:
+        return 1
+    return math.lcm(getattr(quantizer, "period", 1), _period(getattr(quantizer, "inner", None)))
 
 
 def _spectrum(head_dim: int) -> Tensor:

@@ -3,7 +3,9 @@
     x^ = mu_1[z_1] + ... + mu_S[z_S] + Delta q
 
 Stage s clusters the residual of stage s - 1; only the last residual is quantized (2602.02958,
-semantic-aware smoothing and progressive residual quantization).
+semantic-aware smoothing and progressive residual quantization). With ``span_chunks`` a codebook
+serves several consecutive chunks: the first fits it, the others take labels of it and hold the same
+tensor, so that it is paid for once.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from videokv.kernels.assign_centroids import (
     cluster,
     draw_tokens,
     label_means,
+    nearest_labels,
     spread_tokens,
 )
 from videokv.kernels.quantize_groups import quantize_packed
@@ -28,7 +31,7 @@ from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers import register
 from videokv.quantizers.groupwise import GroupedChunk
-from videokv.quantizers.inputs import checked
+from videokv.quantizers.inputs import checked, require_count
 from videokv.tensors import GroupFormat
 
 Start = Literal["previous_centroids", "previous_labels", "spread", "random"]
@@ -50,18 +53,21 @@ def default_centroids(tokens: int) -> int:
 class Clustering:
     """Options of the k-means of one stage.
 
-    centroids: 1..256, or None for ``default_centroids`` of the chunk's length.
+    centroids: 1..256, or None for ``default_centroids`` of the tokens of a whole span, all of its
+        chunks taken as long as its first.
     iterations: of Lloyd's algorithm, a fixed number.
     start: ``previous_centroids`` (those of the chunk before), ``previous_labels`` (means of the new
         tokens under the labels of the chunk before, which needs equal lengths), ``spread``
         (k-means++) or ``random`` tokens. The first two fall back to what the chunk before allows:
         labels to centroids where lengths differ, centroids to ``spread`` where there are none of
         the same number.
+    span_chunks: how many consecutive chunks a codebook serves; 1: every chunk fits its own.
     """
 
     centroids: int | None = None
     iterations: int = 2
     start: Start = "previous_centroids"
+    span_chunks: int = 1
 
     def __post_init__(self) -> None:
         if self.centroids is not None and not 1 <= self.centroids <= MAX_CENTROIDS:
@@ -73,15 +79,34 @@ class Clustering:
             raise ValueError(f"iterations must be at least 1, got {self.iterations!r}")
         if self.start not in STARTS:
             raise ValueError(f"start must be one of {STARTS}, got {self.start!r}")
+        require_count(self.span_chunks, "span_chunks")
 
-    def fit(self, x: Tensor, *, seed: int, previous: Clusters | None) -> Clusters:
-        """Cluster ``[B, H, T, D]``; ``previous`` is the same stage of the chunk before."""
+    def place(self, x: Tensor, previous: Packed | None, *, stages: int) -> int:
+        """The place of the chunk ``x`` in its span; at 0 it fits codebooks of its own.
+
+        Also where the chunk before has none that fit: another quantizer's, other heads.
+        """
+        if not isinstance(previous, CentroidChunk) or len(previous.clusters) != stages:
+            return 0
+        table = previous.clusters[0].table
+        fits = table.shape[:2] == x.shape[:2] and table.shape[3] == x.shape[3]
+        if self.centroids is not None:
+            fits = fits and table.shape[2] == self.centroids
+        return previous.place + 1 if fits and previous.place + 1 < self.span_chunks else 0
+
+    def fit(self, x: Tensor, *, seed: int, previous: Clusters | None, place: int = 0) -> Clusters:
+        """Cluster ``[B, H, T, D]``; ``previous`` is the same stage of the chunk before.
+
+        place: of the chunk in its span; after the first, labels of the very table of ``previous``.
+        """
+        if place and previous is not None:
+            return Clusters(nearest_labels(x, previous.table.float()), previous.table)
         start = self._start(x, seed, previous)
         ids, table = cluster(x, start, iterations=self.iterations)
         return Clusters(ids, table.to(torch.bfloat16))
 
     def _start(self, x: Tensor, seed: int, previous: Clusters | None) -> Tensor:
-        count = self.centroids or default_centroids(x.shape[2])
+        count = self.centroids or default_centroids(x.shape[2] * self.span_chunks)
         batch, heads, _, size = x.shape
         fits = previous is not None and previous.table.shape == (batch, heads, count, size)
         if self.start == "random":
@@ -95,10 +120,15 @@ class Clustering:
 
 @dataclass(frozen=True, eq=False)
 class CentroidChunk:
-    """A packed chunk: the clusters of each stage and the packed last residual."""
+    """A packed chunk: the clusters of each stage and the packed last residual.
+
+    place: in its span of chunks. From 1 on, the tables are the tensors of the chunk before; they
+    live as long as any chunk of the span.
+    """
 
     clusters: tuple[Clusters, ...]
     residual: Packed
+    place: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -155,6 +185,11 @@ class CentroidResidual:
         """Of the last residual."""
         return GroupFormat(self.bits, self.group_size, symmetric=self.symmetric)
 
+    @property
+    def period(self) -> int:
+        """Chunks after which what they share begins anew."""
+        return self.clustering.span_chunks
+
     def check(self, head_dim: int) -> None:
         """Raise ValueError where groups do not divide the head."""
         self.format.check_head_dim(head_dim)
@@ -164,15 +199,18 @@ class CentroidResidual:
         x = checked(x)
         self.check(x.shape[-1])
         before = previous_clusters(context)
+        place = self.clustering.place(x, context.previous, stages=self.stages)
         found: list[Clusters] = []
         residual = x  # kernels read it in its own dtype
         for stage in range(self.stages):
             previous = before[stage] if stage < len(before) else None
-            found.append(self.clustering.fit(residual, seed=context.seed, previous=previous))
+            found.append(
+                self.clustering.fit(residual, seed=context.seed, previous=previous, place=place)
+            )
             if stage < self.stages - 1:
                 centroids = found[-1].gather()
                 residual = torch.sub(residual.float(), centroids, out=centroids)
-        return CentroidChunk(tuple(found), self._quantize(residual, found[-1], context))
+        return CentroidChunk(tuple(found), self._quantize(residual, found[-1], context), place)
 
     def _quantize(self, x: Tensor, clusters: Clusters, context: EncodeContext) -> GroupedChunk:
         """What the last stage's centroids leave of ``x``."""
@@ -210,9 +248,10 @@ def build_qvg(
     centroids: int | None = None,
     iterations: int = 2,
     start: Start = "previous_centroids",
+    span_chunks: int = 1,
 ) -> tuple[Quantizer, Quantizer]:
     """Keys and values alike; the options are those of ``CentroidResidual`` and ``Clustering``."""
-    clustering = Clustering(centroids, iterations, start)
+    clustering = Clustering(centroids, iterations, start, span_chunks)
     quantizer = CentroidResidual(bits, group_size, stages, symmetric, clustering)
     return quantizer, quantizer
 
@@ -227,6 +266,7 @@ def build_qvg_pro(
     centroids: int | None = None,
     iterations: int = 2,
     start: Start = "previous_centroids",
+    span_chunks: int = 1,
 ) -> tuple[Quantizer, Quantizer]:
     """As ``build_qvg`` with the published Pro settings as defaults."""
     return build_qvg(
@@ -237,4 +277,5 @@ def build_qvg_pro(
         centroids=centroids,
         iterations=iterations,
         start=start,
+        span_chunks=span_chunks,
     )

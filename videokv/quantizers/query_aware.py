@@ -153,6 +153,11 @@ class QueryAware:
             raise ValueError(f"metric must be one of {METRICS}, got {self.metric!r}")
         _ = GroupFormat(BITS, self.group_size)
 
+    @property
+    def period(self) -> int:
+        """Chunks after which what they share begins anew."""
+        return self.clustering.span_chunks
+
     def check(self, head_dim: int) -> None:
         """Raise ValueError where groups do not divide the head."""
         GroupFormat(BITS, self.group_size).check_head_dim(head_dim)
@@ -163,11 +168,12 @@ class QueryAware:
         self.check(x.shape[-1])
         before = previous_clusters(context)
         previous = before[0] if before else None
-        clusters = self.clustering.fit(x, seed=context.seed, previous=previous)
+        place = self.clustering.place(x, context.previous, stages=1)
+        clusters = self.clustering.fit(x, seed=context.seed, previous=previous, place=place)
         if self.metric != "none" and context.query_moment is not None:
             clusters = self._reassigned(x, clusters, context.query_moment)
         packed = encode_two_level(x, group_size=self.group_size, context=context, clusters=clusters)
-        return CentroidChunk((clusters,), packed)
+        return CentroidChunk((clusters,), packed, place)
 
     def _reassigned(self, x: Tensor, clusters: Clusters, moment: Tensor) -> Clusters:
         """The same centroids, labels by the smallest score among the nearest in the metric."""
@@ -254,11 +260,19 @@ def build_quantwm(
     centroids: int | None = None,
     iterations: int = 2,
     start: Start = "previous_centroids",
+    span_chunks: int = 1,
+    basis_chunks: int = 1,
 ) -> tuple[Quantizer, Quantizer]:
-    """Keys: QSAC and PSAC of ``rank`` (0: without); values: plain k-means, the same codes."""
+    """Keys: QSAC and PSAC of ``rank`` (0: without); values: plain k-means, the same codes.
+
+    span_chunks: chunks that share a codebook (``Clustering``), of keys and of values. basis_chunks:
+    chunks that share PSAC's basis (``Subspace``).
+    """
     if bits != BITS:
         raise ValueError(f"quantwm has {BITS}-bit codes only, got bits={bits!r}")
-    clustering = Clustering(centroids, iterations, start)
+    if not rank and basis_chunks != 1:
+        raise ValueError(f"rank 0 has no basis to share; leave out basis_chunks={basis_chunks!r}")
+    clustering = Clustering(centroids, iterations, start, span_chunks)
     keys = QueryAware(group_size, candidates, metric, clustering)
     values = QueryAware(group_size, 1, "none", clustering)
-    return (Subspace(keys, rank) if rank else keys), values
+    return (Subspace(keys, rank, basis_chunks) if rank else keys), values

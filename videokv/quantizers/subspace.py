@@ -17,7 +17,7 @@ from torch import Tensor
 from videokv.kernels.reconstruct import LowRank, Parts, fused, inner_parts
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
-from videokv.quantizers.inputs import checked
+from videokv.quantizers.inputs import checked, require_count
 
 CODE_TOP = 127
 HALF_TOP = 65504.0
@@ -71,10 +71,14 @@ class Repair:
 
 @dataclass(frozen=True, eq=False)
 class SubspaceChunk:
-    """Keys of the inner quantizer and their repair; None where no query was known yet."""
+    """Keys of the inner quantizer and their repair; None where no query was known yet.
+
+    place: among the chunks that share a basis. From 1 on, it is the tensor of the chunk before.
+    """
 
     inner: Packed
     repair: Repair | None
+    place: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -127,16 +131,32 @@ class SubspaceChunk:
 
 @dataclass(frozen=True)
 class Subspace:
-    """Repairs the keys of ``inner`` in the ``rank`` directions where past queries are largest."""
+    """Repairs the keys of ``inner`` in the ``rank`` directions where past queries are largest.
+
+    basis_chunks: how many consecutive chunks share a basis, that of the queries before the first of
+        them (16 r / N bits an element, once). Chunks with one basis share the columns of a
+        correction: of a window of W chunks with G groups a head, about ``W G / basis_chunks``.
+        Raise it where W G exceeds the 32 columns of one stock attention call (``sdpa`` otherwise
+        makes several calls). Coefficients and gate are each chunk's own, with the queries known by
+        then; an older basis may leave a few rows unrepaired, whose plain noise takes G columns
+        once for all chunks.
+    """
 
     inner: Quantizer
     rank: int = 8
+    basis_chunks: int = 1
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank!r}; use inner alone for 0")
         if isinstance(self.inner, Subspace):
             raise ValueError("a Subspace cannot repair another; raise its rank instead")
+        require_count(self.basis_chunks, "basis_chunks")
+
+    @property
+    def period(self) -> int:
+        """Chunks after which what they share begins anew."""
+        return self.basis_chunks
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError where the head has fewer channels than ``rank``."""
@@ -150,17 +170,29 @@ class Subspace:
         self.check(x.shape[-1])
         if context.role != "key":
             raise ValueError("Subspace repairs keys (queries score them); wrap the key quantizer")
-        previous = context.previous
-        if isinstance(previous, SubspaceChunk):
-            previous = previous.inner
+        before = context.previous
+        previous = before.inner if isinstance(before, SubspaceChunk) else before
         packed = self.inner.encode(x, replace(context, previous=previous))
         moment = context.query_moment
         if moment is None:
             return SubspaceChunk(packed, None)
         check_moment(moment, x)
         error = x.float() - packed.decode(torch.float32)
-        basis = principal_directions(moment, rank=self.rank)
-        return SubspaceChunk(packed, fit_repair(error, basis, moment))
+        basis, place = self._shared_basis(before, x)
+        if basis is None:
+            basis = principal_directions(moment, rank=self.rank)
+        return SubspaceChunk(packed, fit_repair(error, basis, moment), place)
+
+    def _shared_basis(self, before: Packed | None, x: Tensor) -> tuple[Tensor | None, int]:
+        """The basis of the chunk before and the place after it, or (None, 0) for a new one.
+
+        A chunk in which no row was worth repairing holds no basis: the next one finds its own.
+        """
+        if not isinstance(before, SubspaceChunk) or before.repair is None:
+            return None, 0
+        basis, place = before.repair.basis, before.place + 1
+        fits = tuple(basis.shape) == (*x.shape[:2], x.shape[3], self.rank)
+        return (basis, place) if fits and place < self.basis_chunks else (None, 0)
 
 
 def check_moment(moment: Tensor, x: Tensor) -> None:
