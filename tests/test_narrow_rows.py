@@ -181,7 +181,7 @@ def test_the_cache_hands_the_backend_narrow_rows(name, monkeypatch):
     monkeypatch.setattr(gpu, "_verdicts", {})
     monkeypatch.setattr(FP8_BACKEND, "_verdicts", {})
     # The interpreter truncates where a GPU rounds, which the kernel's check of itself would refuse.
-    monkeypatch.setattr("videokv.kernels.attend._FP8_TOLERANCE", 1.5e-1)
+    monkeypatch.setattr("videokv.kernels.attend._FP8_TOLERANCE", 2e-1)
     seen, honest = [], FP8_BACKEND.attend
 
     def attend_and_see(query, segments, **options):

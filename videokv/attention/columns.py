@@ -113,16 +113,17 @@ def write_key_columns(out: Tensor, call: ColumnCall) -> None:
         fill_key_columns(out[:, :, bare:first], [])
 
 
-def spare_columns(segments: Sequence[Segment], columns: int) -> Tensor:
+def spare_columns(segments: Sequence[Segment], columns: int, *, dtype: torch.dtype) -> Tensor:
     """Room ``[B, Hkv, T, columns]`` for columns of all keys: after them where there is some."""
     keys = [s.keys for s in segments]
     head_dim = keys[0].shape[3]
-    if all(s.spare >= columns for s in segments) and consecutive(keys):
+    fits = keys[0].dtype == dtype and all(s.spare >= columns for s in segments)
+    if fits and consecutive(keys):
         rows = joined(keys)
         shape = (*rows.shape[:3], columns)
         return rows.as_strided(shape, rows.stride(), rows.storage_offset() + head_dim)
     tokens = sum(k.shape[2] for k in keys)
-    return keys[0].new_empty(*keys[0].shape[:2], tokens, columns)
+    return keys[0].new_empty(*keys[0].shape[:2], tokens, columns, dtype=dtype)
 
 
 def _widened(segments: Sequence[Segment], width: int) -> Tensor:

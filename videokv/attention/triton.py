@@ -4,7 +4,8 @@ It takes what stock kernels do not: any number of columns up to 256 (a step for 
 KIVI's keys have), unequal head sizes, grouped heads, and E4M3 keys and values. Cached chunks are
 read where they lie if they are consecutive rows of one buffer; the current chunk always is.
 
-Precision: the columns are FP16 for 16-bit queries, an error of at most 2^-10 of the correction.
+Precision: the columns are of the query's dtype, an error of at most 2^-7 of the correction in BF16
+and 2^-10 in FP16.
 ``triton-fp8`` rounds cached keys, values, and what is multiplied with them, to E4M3 with a scale a
 head (relative error of the output about 5e-2 on Gaussian data, up to 1e-1 where attention is very
 concentrated); the current chunk stays exact.
@@ -21,8 +22,16 @@ import torch
 from torch import Tensor
 
 from videokv.attention.adjacent import joined
-from videokv.attention.columns import ColumnCall, balance, score_columns
+from videokv.attention.columns import (
+    ColumnCall,
+    balance,
+    score_columns,
+    spare_columns,
+    write_key_columns,
+)
 from videokv.kernels.attend import MAX_COLUMNS, Call, Rows, attend, kernel_refusal, to_e4m3
+from videokv.kernels.attend.tiles import padded
+from videokv.kernels.score_columns import widen_query
 from videokv.protocols import Segment
 from videokv.tensors import E4M3
 
@@ -81,9 +90,10 @@ class TritonBackend:
         extra_query = extra_keys = None
         columns = _column_call(past)
         if past and columns.columns:
-            extra_query, extra_keys = score_columns(query, columns, scale=scale)
-            if query.dtype != torch.float32:
-                extra_query, extra_keys = balance(extra_query, extra_keys)
+            if query.dtype in (torch.bfloat16, torch.float32):
+                query, extra_query, extra_keys = _with_columns(query, columns, scale=scale)
+            else:
+                extra_query, extra_keys = balance(*score_columns(query, columns, scale=scale))
         return Call(
             query,
             self._past(past) if past else None,
@@ -121,6 +131,17 @@ def _narrow_rows(segments: Sequence[Segment]) -> Rows:
         for side in ([s.keys for s in segments], [s.values for s in segments])
     )
     return Rows(keys, values, first.key_scale, first.value_scale)
+
+
+def _with_columns(
+    query: Tensor, call: ColumnCall, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The query and its columns, side by side in one tensor, and the columns of the keys."""
+    head_dim, room = query.shape[3], padded(call.columns)
+    wide = widen_query(query, call.maps, scale=scale, width=head_dim + room)
+    extra_keys = spare_columns(call.segments, room, dtype=query.dtype)
+    write_key_columns(extra_keys, call)
+    return wide[..., :head_dim], wide[..., head_dim:], extra_keys
 
 
 def _column_call(segments: Sequence[Segment]) -> ColumnCall:

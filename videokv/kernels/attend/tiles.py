@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """queries x keys of one step, warps of a program, depth of the load pipeline."""
+    """queries x keys of one step, warps of a program, depth of the load pipeline.
+
+    descriptors: whether the copy engine of Hopper and later loads keys and values, where it can.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    descriptors: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("queries", self.queries), ("keys", self.keys)):
