@@ -63,7 +63,8 @@ def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width:
             BR=triton.next_power_of_2(max(16, rank)),
             EXACT="tf32" if exact and on_gpu else "tf32x3" if on_gpu else "ieee",
             SPLIT="tf32x3" if on_gpu else "ieee",
-            num_warps=4,
+            num_warps=8,
+            num_stages=1,
         )
     return out
 
@@ -94,35 +95,36 @@ def _widen(
     rank = tl.arange(0, BR)
     number = tl.arange(0, BD // GROUP)
     own = (number < D // GROUP)[None, :] & live[:, None]
-    basis = bases
+    basis = q
+    lines = rows
     if bases is not None:
         kv_heads = heads // group
         lines = tl.num_programs(1) // heads * kv_heads
         basis = bases + (batch * kv_heads + head // group) * (D * RANK)
-    for number_of_map in tl.static_range(MAPS):
+    turn = x
+    if matrix is not None:
+        square = matrix + channel[None, :] * D + channel[:, None]
+        within = (channel < D)[None, :] & (channel < D)[:, None]
+        turn = tl.load(square, mask=within, other=0.0)
+    # A loop that stays one: written out, the compiler mixes the maps and runs out of registers.
+    for number_of_map in range(MAPS):
         seen = x
-        if (PROJECTED >> number_of_map) & 1:
+        if PROJECTED > 0:
+            projected = (PROJECTED >> number_of_map) & 1
             place = basis + channel[:, None] * RANK + rank[None, :]
-            some = (channel < D)[:, None] & (rank < RANK)[None, :]
+            some = (channel < D * projected)[:, None] & (rank < RANK)[None, :]
             span = tl.load(place, mask=some, other=0.0).to(tl.float32)
             part = tl.dot(x, span, input_precision=EXACT)
             seen = x - tl.dot(part, tl.trans(span), input_precision=SPLIT)
-            basis += lines.to(tl.int64) * (D * RANK)
+            basis += projected * lines.to(tl.int64) * (D * RANK)
         if matrix is not None:
-            turn = tl.load(
-                matrix + channel[None, :] * D + channel[:, None],
-                mask=(channel < D)[None, :] & (channel < D)[:, None],
-                other=0.0,
-            )
-            if (PROJECTED >> number_of_map) & 1:
-                seen = tl.dot(seen, turn, input_precision=SPLIT)
-            else:
-                seen = tl.dot(seen, turn, input_precision=EXACT)
+            seen = tl.dot(seen, turn, input_precision=SPLIT if PROJECTED > 0 else EXACT)
         powers = seen * seen
         weight = second
-        if (FOURTH >> number_of_map) & 1:
-            powers = powers * powers
-            weight = fourth
+        if FOURTH > 0:
+            raised = (FOURTH >> number_of_map) & 1
+            powers *= raised * powers + (1 - raised)
+            weight = raised * fourth + (1 - raised) * second
         sums = tl.sum(tl.reshape(powers, [BM, BD // GROUP, GROUP]), 2) * weight
         place = target + D + number_of_map * (D // GROUP) + number[None, :]
         tl.store(place, sums.to(out.dtype.element_ty), mask=own)
