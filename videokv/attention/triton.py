@@ -6,10 +6,10 @@ read where they lie if they are consecutive rows of one buffer; the current chun
 
 Precision: the columns are of the query's dtype, an error of at most 2^-7 of the correction in BF16
 and 2^-10 in FP16.
-``triton-fp8`` rounds cached keys, values, and what is multiplied with them, to E4M3 with a scale a
-head (relative error of the output about 5e-2 on Gaussian data, up to 1e-1 where attention is very
-concentrated); the current chunk stays exact.
-A cache on a GPU gives cached rows in E4M3 already, written so by ``kernels.reconstruct``, values
+``triton-fp8`` rounds cached values and their softmax weights to E4M3, values with a scale a head
+(relative error of the output below 4e-2); keys and the current chunk stay exact. Segments whose
+keys are E4M3 too are served, with an error of 5e-2 on Gaussian scores and more where attention is
+concentrated. A cache on a GPU gives values in E4M3 already, written so by ``kernels.reconstruct``
 with their tokens side by side; other rows are converted here, which takes two more passes.
 """
 
@@ -110,12 +110,12 @@ class TritonBackend:
         keys, values = joined([s.keys for s in segments]), joined([s.values for s in segments])
         if not self.fp8:
             return Rows(keys, values)
-        (keys, key_scale), (values, value_scale) = to_e4m3(keys), to_e4m3(values)
-        return Rows(keys, values, key_scale, value_scale)
+        values, value_scale = to_e4m3(values)
+        return Rows(keys, values.mT.contiguous().mT, None, value_scale)
 
 
 def _narrow_rows(segments: Sequence[Segment]) -> Rows:
-    """Rows that are E4M3 already, all with the same scales."""
+    """Rows with values in E4M3 already, all with the same scales."""
     first = segments[0]
     if any(
         s.key_scale is not first.key_scale or s.value_scale is not first.value_scale
@@ -125,12 +125,17 @@ def _narrow_rows(segments: Sequence[Segment]) -> Rows:
             "cached segments in E4M3 must share one key_scale and one value_scale; gather them in "
             "one buffer, or give all in the query's dtype"
         )
-    # As bytes: not every device joins E4M3.
     keys, values = (
-        joined([rows.view(torch.uint8) for rows in side]).view(E4M3)
-        for side in ([s.keys for s in segments], [s.values for s in segments])
+        _joined_bytes(side) for side in ([s.keys for s in segments], [s.values for s in segments])
     )
     return Rows(keys, values, first.key_scale, first.value_scale)
+
+
+def _joined_bytes(parts: Sequence[Tensor]) -> Tensor:
+    """``joined``, E4M3 as bytes: not every device joins it."""
+    if parts[0].dtype != E4M3:
+        return joined(parts)
+    return joined([rows.view(torch.uint8) for rows in parts]).view(E4M3)
 
 
 def _with_columns(

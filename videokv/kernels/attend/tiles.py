@@ -33,7 +33,7 @@ class Tile:
 
 # Widest first. The first of each kind that fits is taken.
 _MANY_ROWS = (
-    Tile(128, 128, 8, 2),
+    Tile(128, 64, 8, 4),
     Tile(128, 64, 8, 3),
     Tile(128, 64, 8, 2),
     Tile(64, 64, 4, 3),
