@@ -123,7 +123,7 @@ def _forward(
     if HAS_PAST:
         block = tl.load(q_base + places, mask=present, other=0.0)
         unit = scale
-        ratio = 1.0
+        ratio = scale  # set where keys have scales
         if KEYS8:
             largest = tl.max(tl.abs(block.to(tl.float32)), 1)
             step = tl.where(largest > 0, largest, 448.0) * (1 / 448.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from videokv.kernels.gpu import on_device
 from videokv.noise import QueryMap
-from videokv.rotation import signs
+from videokv.rotation import Rotation, signs
 
 ROWS, TOKENS = 64, 128
 _COUNTS = ["q_b", "q_h", "heads", "group", "rows"]
@@ -33,7 +33,9 @@ def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width:
         bases = held[0].unsqueeze(0) if len(held) == 1 else torch.stack(held)
         bases = bases.contiguous()
     turn = maps[0].transform
-    matrix = None if turn is None else signs(turn, device=query.device, dtype=torch.float32)
+    matrix = None
+    if isinstance(turn, Rotation):
+        matrix = signs(turn, device=query.device, dtype=torch.float32)
     rank = 1 if bases is None else bases.shape[4]
     exact = query.dtype != torch.float32
     on_gpu = query.device.type == "cuda"
