@@ -58,8 +58,8 @@ def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
         dtype = query.dtype if scale is None else E4M3
         if tensor.dtype != dtype:
             raise ValueError(
-                f"{where}: {name} are {tensor.dtype}, expected {dtype} for a query of "
-                f"{query.dtype}{' and no scale' if scale is None else ' and a scale'}; cast one"
+                f"{where}: {name} are {tensor.dtype} but the query is {query.dtype}: expected "
+                f"{dtype} {'without' if scale is None else 'with'} a scale; cast one"
             )
         if tensor.device != query.device:
             raise ValueError(

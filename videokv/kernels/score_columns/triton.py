@@ -1,7 +1,8 @@
 """The Triton kernels: a block of queries stays in registers for all maps; a launch a chunk of keys.
 
 Products are TF32 of factors that are exact in it (16-bit queries, BF16 bases, Hadamard signs of a
-power of two); where a factor is not (what is left of a projection), three of them.
+power of two). What is taken off in a projection, where numbers cancel, is a sum of three of them;
+what is left is rounded to 2^-11 before it is rotated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.gpu import on_device
+from videokv.kernels.gpu import on_device, products
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation, signs
 
@@ -37,8 +38,6 @@ def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width:
     if isinstance(turn, Rotation):
         matrix = signs(turn, device=query.device, dtype=torch.float32)
     rank = 1 if bases is None else bases.shape[4]
-    exact = query.dtype != torch.float32
-    on_gpu = query.device.type == "cuda"
     shrink = 1.0 if turn is None else 1.0 / size  # the matrix is H sqrt(D)
     with on_device(query.device):
         _widen[(triton.cdiv(rows, ROWS), batch * heads)](
@@ -63,8 +62,8 @@ def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width:
             GROUP=maps[0].group_size,
             RANK=rank,
             BR=triton.next_power_of_2(max(16, rank)),
-            EXACT="tf32" if exact and on_gpu else "tf32x3" if on_gpu else "ieee",
-            SPLIT="tf32x3" if on_gpu else "ieee",
+            EXACT=products(query.dtype, query.device),
+            SPLIT=products(torch.float32, query.device),
             num_warps=8,
             num_stages=1,
         )
@@ -120,7 +119,7 @@ def _widen(
             seen = x - tl.dot(part, tl.trans(span), input_precision=SPLIT)
             basis += projected * lines.to(tl.int64) * (D * RANK)
         if matrix is not None:
-            seen = tl.dot(seen, turn, input_precision=SPLIT if PROJECTED > 0 else EXACT)
+            seen = tl.dot(seen, turn, input_precision=EXACT)
         powers = seen * seen
         weight = second
         if FOURTH > 0:
