@@ -63,6 +63,8 @@ def _cases() -> dict:
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
+    from videokv.kernels.score_columns import triton as columns
+    from videokv.noise import QueryMap
     from videokv.rotation import Rotation
     from videokv.tensors import E4M3, GroupFormat
 
@@ -70,6 +72,7 @@ def _cases() -> dict:
     call = attention.make_call(bf16, size=128, value=128)
     (k, ks), (v, vs) = to_e4m3(call.past.keys), to_e4m3(call.past.values)
     fp8 = dataclasses.replace(call, past=Rows(k, v.mT.contiguous().mT, ks, vs))
+    values8 = dataclasses.replace(call, past=Rows(call.past.keys, v.mT.contiguous().mT, None, vs))
     x = groups.draw(1, 2, 67, 128).to(bf16)
     origin, table = x.mean(2, keepdim=True, dtype=torch.float32), x[:, :, :16].float()
     labels = torch.zeros(1, 2, 67, dtype=torch.uint8)
@@ -116,6 +119,22 @@ def _cases() -> dict:
         "reconstruct and turn halves": partial(decode, "rtn2-odd", interleaved=False),
         "attend": partial(attention.kernel.attend, call, tile=tile),
         "attend fp8": partial(attention.kernel.attend, fp8, tile=tile),
+        "attend values in fp8": partial(attention.kernel.attend, values8, tile=tile),
+        "score columns": partial(
+            columns.widen_query,
+            call.query,
+            [
+                QueryMap(64, Rotation(128), torch.ones(1, 2, 128, 8, dtype=bf16)),
+                QueryMap(64, Rotation(128)),
+            ],
+            scale=0.1,
+            width=144,
+        ),
+        "key columns": partial(
+            columns.fill_key_columns,
+            torch.empty(1, 2, 67, 16, dtype=bf16),
+            [(0, torch.ones(1, 2, 67, 4))],
+        ),
         "attend_packed": lambda: packed.kernel.attend_packed(packed.make_call("rtn", dtype=bf16)),
         "quantize rtn": partial(quantize, format=GroupFormat(2, 32)),
         "quantize kivi": partial(quantize, format=GroupFormat(2, 32, axis="channel")),

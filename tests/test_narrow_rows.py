@@ -62,8 +62,7 @@ def off(got, want):
 
 def widened(segment):
     """Keys and values in float32."""
-    scales = segment.key_scale[..., None, None], segment.value_scale[..., None, None]
-    return segment.keys.float() * scales[0], segment.values.float() * scales[1]
+    return segment.keys.float(), segment.values.float() * segment.value_scale[..., None, None]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,7 +73,7 @@ def test_rows_are_those_of_the_cache_within_the_rounding(name):
     want = cache.view(0)
     assert len(past) == len(want)
     for narrow, wide in zip(past, want, strict=True):
-        assert narrow.keys.dtype == narrow.values.dtype == E4M3
+        assert narrow.keys.dtype == wide.keys.dtype and narrow.values.dtype == E4M3
         assert len(narrow.noise) == len(wide.noise)
         for got, exact in zip(widened(narrow), (wide.keys, wide.values), strict=True):
             for head in range(2):  # a head of small numbers keeps its digits beside a large one
@@ -83,10 +82,8 @@ def test_rows_are_those_of_the_cache_within_the_rounding(name):
 
 def test_one_scale_a_head_fills_the_range_and_values_are_turned():
     *past, _ = layer_of(filled("rtn-2bit")).gathered_narrow(current())
-    for side in ("keys", "values"):
-        parts = torch.cat([getattr(segment, side) for segment in past], 2).float()
-        largest = parts.abs().amax((2, 3))
-        assert bool((largest == 448).all())
+    largest = torch.cat([segment.values.float() for segment in past], 2).abs().amax((2, 3))
+    assert bool((largest == 448).all())
     assert past[0].values.stride(2) == 1 and past[0].values.stride(3) % 16 == 0
     call = FP8_BACKEND._call(rows(4, TOKENS, seed=1), [*past, current()], scale=0.1, causal=False)
     assert call.past.keys.data_ptr() == past[0].keys.data_ptr()  # nothing was joined again
@@ -156,12 +153,12 @@ def test_refusals():
     for backend in ("auto", "eager", "sdpa"):
         with pytest.raises(ValueError, match="use 'triton-fp8'"):
             attend(query, [*past, now], backend=backend)
-    wrong = dataclasses.replace(past[0], value_scale=None)
+    wrong = dataclasses.replace(past[0], value_scale=past[0].value_scale.double())
     with pytest.raises(ValueError, match="value_scale of E4M3 rows must be float32"):
         attend(query, [wrong, now], backend="triton-fp8")
     with pytest.raises(ValueError, match="expected torch.float8_e4m3fn"):
-        attend(query, [dataclasses.replace(past[0], keys=past[0].keys.float()), now])
-    other = dataclasses.replace(past[0], key_scale=past[0].key_scale.clone())
+        attend(query, [dataclasses.replace(past[0], values=past[0].values.float()), now])
+    other = dataclasses.replace(past[0], value_scale=past[0].value_scale.clone())
     with pytest.raises(ValueError, match="share one key_scale"):
         FP8_BACKEND._call(query, [other, past[1], now], scale=0.1, causal=False)
 

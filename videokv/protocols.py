@@ -103,8 +103,8 @@ class Segment:
     keys ``[B, Hkv, T, D]``, values ``[B, Hkv, T, Dv]``; noise is () for exact keys: sink, recent
     and current chunks, whose scores no correction may touch. spare: elements in memory right after
     the channels of each key that belong to nobody: a backend may write there. key_scale,
-    value_scale: float32 ``[B, Hkv]`` that keys and values in E4M3 are multiplied by; None for rows
-    in the query's dtype.
+    value_scale: float32 ``[B, Hkv]`` that keys and values in E4M3 are multiplied by; None for what
+    is in the query's dtype.
     """
 
     keys: Tensor
@@ -116,8 +116,8 @@ class Segment:
 
     @property
     def narrow(self) -> bool:
-        """Whether keys and values are E4M3 with scales."""
-        return self.key_scale is not None
+        """Whether keys or values are E4M3 with a scale."""
+        return self.key_scale is not None or self.value_scale is not None
 
 
 class AttentionBackend(Protocol):

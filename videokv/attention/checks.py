@@ -50,14 +50,16 @@ def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
         raise ValueError(f"{where}: key head size must be that of the query; got {shapes}")
     if keys.shape[1] < 1 or query.shape[1] % keys.shape[1]:
         raise ValueError(f"{where}: Hq must be a multiple of Hkv; got {shapes}")
-    dtype = E4M3 if segment.narrow else query.dtype
-    if segment.narrow:
-        _check_scales(segment, where=where)
-    for name, tensor in (("keys", keys), ("values", values)):
+    _check_scales(segment, where=where)
+    for name, tensor, scale in (
+        ("keys", keys, segment.key_scale),
+        ("values", values, segment.value_scale),
+    ):
+        dtype = query.dtype if scale is None else E4M3
         if tensor.dtype != dtype:
             raise ValueError(
-                f"{where}: {name} are {tensor.dtype}, expected {dtype} for a query of "
-                f"{query.dtype}{' and scales' if segment.narrow else ''}; cast one"
+                f"{where}: {name} are {tensor.dtype} but the query is {query.dtype}: expected "
+                f"{dtype} {'without' if scale is None else 'with'} a scale; cast one"
             )
         if tensor.device != query.device:
             raise ValueError(
@@ -71,8 +73,8 @@ def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
 def _check_scales(segment: Segment, *, where: str) -> None:
     expected = segment.keys.shape[:2]
     for name, scale in (("key", segment.key_scale), ("value", segment.value_scale)):
-        if scale is None or scale.shape != expected or scale.dtype != torch.float32:
-            got = None if scale is None else (scale.dtype, tuple(scale.shape))
+        if scale is not None and (scale.shape != expected or scale.dtype != torch.float32):
+            got = (scale.dtype, tuple(scale.shape))
             raise ValueError(
                 f"{where}: {name}_scale of E4M3 rows must be float32 {tuple(expected)}, got {got}"
             )

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from videokv.attention.adjacent import consecutive, joined
+from videokv.kernels.score_columns import KeyBlock, fill_key_columns, widen_query
+from videokv.kernels.score_columns.reference import query_columns
 from videokv.noise import QueryMap
 from videokv.protocols import Segment
 
@@ -73,35 +75,66 @@ def with_columns(
     at most 2^-7 of b in bfloat16 and 2^-10 in float16.
     """
     head_dim = query.shape[3]
-    keys = [s.keys for s in call.segments]
     if width == head_dim:
-        return query, joined(keys)
+        return query, joined([s.keys for s in call.segments])
     end = head_dim + call.columns
-    wide_query = query.new_zeros(*query.shape[:3], width)
-    wide_query[..., :head_dim] = query
-    wide_keys = _widened(call.segments, width)
     if call.columns and query.dtype == torch.float16:
+        wide_query = query.new_zeros(*query.shape[:3], width)
+        wide_query[..., :head_dim] = query
+        wide_keys = _widened(call.segments, width)
+        wide_keys[..., end:] = 0
         phi, omega = balance(*score_columns(query, call, scale=scale))
         wide_query[..., head_dim:end] = phi
         wide_keys[..., head_dim:end] = omega
-    elif call.columns:  # BF16 has float32's range: nothing to balance
-        wide_query[..., head_dim:end] = query_columns(query, call, scale=scale)
-        for rows, columns, weights in _key_columns(call, head_dim):
-            wide_keys[:, :, rows, head_dim:end][..., columns] = weights
-    return wide_query, wide_keys
+        return wide_query, wide_keys
+    # BF16 has float32's range: nothing to balance
+    wide_keys = _widened(call.segments, width)
+    write_key_columns(wide_keys[..., head_dim:], call)
+    return widen_query(query, call.maps, scale=scale, width=width), wide_keys
+
+
+def write_key_columns(out: Tensor, call: ColumnCall) -> None:
+    """omega of all segments into ``out`` ``[B, Hkv, T, >= columns]``, zeros into the rest of it."""
+    head_dim = call.segments[0].keys.shape[3]
+    first = 0
+    bare: int | None = None  # start of rows without noise: neighbours are written together
+    for segment in call.segments:
+        last = first + segment.keys.shape[2]
+        blocks = _blocks(segment, call, head_dim)
+        if blocks:
+            if bare is not None:
+                fill_key_columns(out[:, :, bare:first], [])
+            fill_key_columns(out[:, :, first:last], blocks)
+            bare = None
+        elif bare is None:
+            bare = first
+        first = last
+    if bare is not None:
+        fill_key_columns(out[:, :, bare:first], [])
+
+
+def spare_columns(segments: Sequence[Segment], columns: int, *, dtype: torch.dtype) -> Tensor:
+    """Room ``[B, Hkv, T, columns]`` for columns of all keys: after them where there is some."""
+    keys = [s.keys for s in segments]
+    head_dim = keys[0].shape[3]
+    fits = keys[0].dtype == dtype and all(s.spare >= columns for s in segments)
+    if fits and consecutive(keys):
+        rows = joined(keys)
+        shape = (*rows.shape[:3], columns)
+        return rows.as_strided(shape, rows.stride(), rows.storage_offset() + head_dim)
+    tokens = sum(k.shape[2] for k in keys)
+    return keys[0].new_empty(*keys[0].shape[:2], tokens, columns, dtype=dtype)
 
 
 def _widened(segments: Sequence[Segment], width: int) -> Tensor:
-    """All keys with zeros after them, ``[B, Hkv, T, width]``: in place where there is room."""
+    """All keys ``[B, Hkv, T, width]``, nothing after them yet: in place where there is room."""
     keys = [s.keys for s in segments]
     head_dim = keys[0].shape[3]
     if all(s.spare >= width - head_dim for s in segments) and consecutive(keys):
         rows = joined(keys)
-        wide = rows.as_strided((*rows.shape[:3], width), rows.stride(), rows.storage_offset())
-        wide[..., head_dim:] = 0
-        return wide
+        return rows.as_strided((*rows.shape[:3], width), rows.stride(), rows.storage_offset())
     tokens = sum(k.shape[2] for k in keys)
-    wide = keys[0].new_zeros(*keys[0].shape[:2], tokens, width)
+    wide = keys[0].new_empty(*keys[0].shape[:2], tokens, width)
     start = 0
     for part in keys:
         wide[:, :, start : start + part.shape[2], :head_dim] = part
@@ -111,7 +144,7 @@ def _widened(segments: Sequence[Segment], width: int) -> Tensor:
 
 def score_columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:
     """-phi/scale ``[B, Hq, M, F]`` and omega ``[B, Hkv, T, F]``, at least float32."""
-    phi = query_columns(query, call, scale=scale)
+    phi = query_columns(query, call.maps, scale=scale)
     batch, heads, _, head_dim = call.segments[0].keys.shape
     tokens = sum(s.keys.shape[2] for s in call.segments)
     omega = phi.new_zeros(batch, heads, tokens, phi.shape[3])
@@ -120,27 +153,28 @@ def score_columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Ten
     return phi, omega
 
 
-def query_columns(query: Tensor, call: ColumnCall, *, scale: float) -> Tensor:
-    """-phi/scale ``[B, Hq, M, F]``, at least float32."""
-    features = [m.features(query, scale=scale) for m in call.maps]
-    phi = features[0] if len(features) == 1 else torch.cat(features, -1)
-    return phi * (-1 / scale)
-
-
 def _key_columns(call: ColumnCall, head_dim: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, columns, weights) of every block of omega that is not zero."""
-    starts = [0]
-    for query_map in call.maps:
-        starts.append(starts[-1] + head_dim // query_map.group_size)
     first = 0
     for segment in call.segments:
         rows = slice(first, first + segment.keys.shape[2])
         first = rows.stop
-        for place, query_map in enumerate(call.maps):
-            weights = [t.weights for t in segment.noise if t.query_map.same_as(query_map)]
-            if weights:
-                total = weights[0] if len(weights) == 1 else sum(weights[1:], weights[0])
-                yield rows, slice(starts[place], starts[place + 1]), total
+        for start, weights in _blocks(segment, call, head_dim):
+            yield rows, slice(start, start + weights.shape[3]), weights
+
+
+def _blocks(segment: Segment, call: ColumnCall, head_dim: int) -> list[KeyBlock]:
+    """(first column, weights of all columns of a map) for the maps that a segment has."""
+    found = []
+    start = 0
+    for query_map in call.maps:
+        columns = head_dim // query_map.group_size
+        weights = [t.weights for t in segment.noise if t.query_map.same_as(query_map)]
+        if weights:
+            total = weights[0] if len(weights) == 1 else sum(weights[1:], weights[0])
+            found.append((start, total.expand(*total.shape[:3], columns)))
+        start += columns
+    return found
 
 
 def balance(phi: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:

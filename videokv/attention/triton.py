@@ -4,11 +4,12 @@ It takes what stock kernels do not: any number of columns up to 256 (a step for 
 KIVI's keys have), unequal head sizes, grouped heads, and E4M3 keys and values. Cached chunks are
 read where they lie if they are consecutive rows of one buffer; the current chunk always is.
 
-Precision: the columns are FP16 for 16-bit queries, an error of at most 2^-10 of the correction.
-``triton-fp8`` rounds cached keys, values, and what is multiplied with them, to E4M3 with a scale a
-head (relative error of the output about 5e-2 on Gaussian data, up to 1e-1 where attention is very
-concentrated); the current chunk stays exact.
-A cache on a GPU gives cached rows in E4M3 already, written so by ``kernels.reconstruct``, values
+Precision: the columns are of the query's dtype, an error of at most 2^-7 of the correction in BF16
+and 2^-10 in FP16.
+``triton-fp8`` rounds cached values and their softmax weights to E4M3, values with a scale a head
+(relative error of the output below 4e-2); keys and the current chunk stay exact. Segments whose
+keys are E4M3 too are served, with an error of 5e-2 on Gaussian scores and more where attention is
+concentrated. A cache on a GPU gives values in E4M3 already, written so by ``kernels.reconstruct``
 with their tokens side by side; other rows are converted here, which takes two more passes.
 """
 
@@ -21,8 +22,16 @@ import torch
 from torch import Tensor
 
 from videokv.attention.adjacent import joined
-from videokv.attention.columns import ColumnCall, balance, score_columns
+from videokv.attention.columns import (
+    ColumnCall,
+    balance,
+    score_columns,
+    spare_columns,
+    write_key_columns,
+)
 from videokv.kernels.attend import MAX_COLUMNS, Call, Rows, attend, kernel_refusal, to_e4m3
+from videokv.kernels.attend.tiles import padded
+from videokv.kernels.score_columns import widen_query
 from videokv.protocols import Segment
 from videokv.tensors import E4M3
 
@@ -81,9 +90,10 @@ class TritonBackend:
         extra_query = extra_keys = None
         columns = _column_call(past)
         if past and columns.columns:
-            extra_query, extra_keys = score_columns(query, columns, scale=scale)
-            if query.dtype != torch.float32:
-                extra_query, extra_keys = balance(extra_query, extra_keys)
+            if query.dtype in (torch.bfloat16, torch.float32):
+                query, extra_query, extra_keys = _with_columns(query, columns, scale=scale)
+            else:
+                extra_query, extra_keys = balance(*score_columns(query, columns, scale=scale))
         return Call(
             query,
             self._past(past) if past else None,
@@ -100,12 +110,12 @@ class TritonBackend:
         keys, values = joined([s.keys for s in segments]), joined([s.values for s in segments])
         if not self.fp8:
             return Rows(keys, values)
-        (keys, key_scale), (values, value_scale) = to_e4m3(keys), to_e4m3(values)
-        return Rows(keys, values, key_scale, value_scale)
+        values, value_scale = to_e4m3(values)
+        return Rows(keys, values.mT.contiguous().mT, None, value_scale)
 
 
 def _narrow_rows(segments: Sequence[Segment]) -> Rows:
-    """Rows that are E4M3 already, all with the same scales."""
+    """Rows with values in E4M3 already, all with the same scales."""
     first = segments[0]
     if any(
         s.key_scale is not first.key_scale or s.value_scale is not first.value_scale
@@ -115,12 +125,28 @@ def _narrow_rows(segments: Sequence[Segment]) -> Rows:
             "cached segments in E4M3 must share one key_scale and one value_scale; gather them in "
             "one buffer, or give all in the query's dtype"
         )
-    # As bytes: not every device joins E4M3.
     keys, values = (
-        joined([rows.view(torch.uint8) for rows in side]).view(E4M3)
-        for side in ([s.keys for s in segments], [s.values for s in segments])
+        _joined_bytes(side) for side in ([s.keys for s in segments], [s.values for s in segments])
     )
     return Rows(keys, values, first.key_scale, first.value_scale)
+
+
+def _joined_bytes(parts: Sequence[Tensor]) -> Tensor:
+    """``joined``, E4M3 as bytes: not every device joins it."""
+    if parts[0].dtype != E4M3:
+        return joined(parts)
+    return joined([rows.view(torch.uint8) for rows in parts]).view(E4M3)
+
+
+def _with_columns(
+    query: Tensor, call: ColumnCall, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The query and its columns, side by side in one tensor, and the columns of the keys."""
+    head_dim, room = query.shape[3], padded(call.columns)
+    wide = widen_query(query, call.maps, scale=scale, width=head_dim + room)
+    extra_keys = spare_columns(call.segments, room, dtype=query.dtype)
+    write_key_columns(extra_keys, call)
+    return wide[..., :head_dim], wide[..., head_dim:], extra_keys
 
 
 def _column_call(segments: Sequence[Segment]) -> ColumnCall:

@@ -108,7 +108,7 @@ class LayerCache:
         self.state = LayerState()
         self.encode_calls = 0
         self.decode_calls = 0
-        self._peak_of: WeakKeyDictionary[Chunk | Rows, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+        self._peak_of: WeakKeyDictionary[Chunk | Rows, Tensor] = WeakKeyDictionary()
 
     @property
     def written_end(self) -> int:
@@ -303,8 +303,8 @@ class LayerCache:
         return [*found, rows.add(current.keys, current.values)]
 
     def gathered_narrow(self, current: Segment) -> list[Segment]:
-        """Everything committed in one E4M3 buffer, and the current rows as they are."""
-        rows = NarrowBuffer(current, tokens=self.visible_tokens, peaks=self._peaks())
+        """Everything committed in one buffer, values in E4M3, and the current rows as they are."""
+        rows = NarrowBuffer(current, tokens=self.visible_tokens, peak=self._value_peak())
         return [*(rows.add(*source) for source in self._sources()), current]
 
     def _sources(self) -> Iterator[tuple[Packed | Tensor, Packed | Tensor, tuple]]:
@@ -330,21 +330,17 @@ class LayerCache:
             for _, part in self._remembered(state.open.start, whole):
                 yield part.keys, part.values, ()
 
-    def _peaks(self) -> tuple[Tensor, Tensor]:
-        """The largest magnitudes ``[B, Hkv]`` of all committed keys and values."""
+    def _value_peak(self) -> Tensor:
+        """The largest magnitudes ``[B, Hkv]`` of all committed values."""
         waiting = () if self.state.open is None else (self.state.open,)
         held: tuple[Chunk | Rows, ...] = (*self.state.chunks, *waiting)
         for part in held:
             if part not in self._peak_of:  # looked at once: final rows do not change
                 assert self.state.layout is not None
                 dtype = self.state.layout.dtype
-                self.decode_calls += len(part.sides()) if isinstance(part, PackedChunk) else 0
-                self._peak_of[part] = (
-                    peak(decoded(part.keys, dtype)),
-                    peak(decoded(part.values, dtype)),
-                )
-        keys, values = zip(*(self._peak_of[part] for part in held), strict=True)
-        return torch.stack(keys).amax(0), torch.stack(values).amax(0)
+                self.decode_calls += 0 if isinstance(part.values, Tensor) else 1
+                self._peak_of[part] = peak(decoded(part.values, dtype))
+        return torch.stack([self._peak_of[part] for part in held]).amax(0)
 
     def packed_reads(self) -> list[tuple[Packed, Packed, tuple]] | None:
         """Keys, values and noise of every packed chunk; None where one of them has a dense side, or

@@ -3,9 +3,9 @@
     s = scale (q . k + extra_q . extra_k)   cached keys;        s = scale q . k   current keys
     out = softmax(s) v,   lse = log sum exp(s)   (natural)
 
-extra_q = -phi / scale and extra_k = omega are the columns of a correction. Cached keys and values
-may be E4M3 with a scale a head: the products with them are then E4M3 products (the query and the
-softmax weights are rounded too), while the current chunk stays as it is.
+extra_q = -phi / scale and extra_k = omega are the columns of a correction. Cached keys, values or
+both may be E4M3 with a scale a head: the products with them are then E4M3 products (the query, or
+the softmax weights, are rounded too), while the current chunk stays as it is.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _config(call: Call) -> Hashable:
         call.query.shape[1] > _rows(call).keys.shape[1],
         call.past is not None,
         call.current is not None,
-        call.fp8,
+        None if call.past is None else (call.past.keys.dtype, call.past.values.dtype),
         call.causal,
     )
 

@@ -14,7 +14,7 @@ class Rows:
     """keys ``[B, Hkv, T, D]`` and values ``[B, Hkv, T, Dv]`` of any strides.
 
     key_scale, value_scale: float32 ``[B, Hkv]`` that E4M3 keys and values are multiplied by; None
-    for rows in the query's dtype.
+    for a side in the query's dtype.
     """
 
     keys: Tensor
@@ -24,8 +24,8 @@ class Rows:
 
     @property
     def fp8(self) -> bool:
-        """Whether keys and values are E4M3."""
-        return self.keys.dtype == E4M3
+        """Whether keys or values are E4M3."""
+        return E4M3 in (self.keys.dtype, self.values.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +51,13 @@ class Call:
             raise ValueError("attend expects past or current rows, of one token or more each")
         if self.current is not None and self.current.fp8:
             raise ValueError("current rows must be in the query's dtype, got E4M3")
-        if self.past is not None and self.past.fp8:
-            scales = (self.past.key_scale, self.past.value_scale)
-            if self.past.values.dtype != E4M3 or any(s is None for s in scales):
-                raise ValueError("E4M3 keys need E4M3 values and a scale a head for both")
+        if self.past is not None:
+            for name, side, scale in (
+                ("keys", self.past.keys, self.past.key_scale),
+                ("values", self.past.values, self.past.value_scale),
+            ):
+                if (side.dtype == E4M3) != (scale is not None):
+                    raise ValueError(f"E4M3 {name}, and they alone, come with a scale a head")
         if (self.extra_query is None) != (self.extra_keys is None):
             raise ValueError("columns come in pairs: give extra_query and extra_keys, or neither")
         if self.extra_query is not None and self.past is None:
@@ -74,5 +77,5 @@ class Call:
 
     @property
     def fp8(self) -> bool:
-        """Whether the past is E4M3."""
+        """Whether a side of the past is E4M3."""
         return self.past is not None and self.past.fp8

@@ -16,7 +16,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     scores, values = [], []
     if call.past is not None:
         keys, wide = _widened(call.past, dtype)
-        past = _grouped(_rounded(query) if call.fp8 else query, keys.mT)
+        past = _grouped(_rounded(query) if call.past.keys.dtype == E4M3 else query, keys.mT)
         if call.extra_query is not None and call.extra_keys is not None:
             past = past + _grouped(call.extra_query.to(dtype), call.extra_keys.to(dtype).mT)
         scores.append(past)
@@ -45,8 +45,8 @@ def _widened(rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(query: Tensor) -> Tensor:
-    """Rounded to E4M3 with a scale a head, as the kernel rounds it."""
-    scale = (query.abs().amax((2, 3), keepdim=True) / E4M3_MAX).clamp(min=1e-30)
+    """Rounded to E4M3 with a scale a row, as the kernel rounds it."""
+    scale = (query.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=1e-30)
     return (query / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).to(query.dtype) * scale
 
 

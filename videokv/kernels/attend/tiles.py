@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """queries x keys of one step, warps of a program, depth of the load pipeline."""
+    """queries x keys of one step, warps of a program, depth of the load pipeline.
+
+    descriptors: whether the copy engine of Hopper and later loads keys and values, where it can.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    descriptors: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("queries", self.queries), ("keys", self.keys)):
@@ -29,7 +33,7 @@ class Tile:
 
 # Widest first. The first of each kind that fits is taken.
 _MANY_ROWS = (
-    Tile(128, 128, 8, 2),
+    Tile(128, 64, 8, 4),
     Tile(128, 64, 8, 3),
     Tile(128, 64, 8, 2),
     Tile(64, 64, 4, 3),

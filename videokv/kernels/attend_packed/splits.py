@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed.call import PackedCall
@@ -21,14 +21,24 @@ def stretch_of(tokens: int, heads: int) -> int:
 
 
 def columns(call: PackedCall) -> tuple[Tensor | None, Tensor | None]:
-    """Columns of the correction padded, FP16 for 16-bit queries."""
+    """Columns of the correction as the kernels read them: float32 for BF16 and float32 queries
+    (BF16 once read, for BF16), balanced FP16 for FP16."""
     if call.extra_query is None or call.extra_keys is None:
         return None, None
-    missing = padded(call.columns) - call.columns
-    dtype = torch.float32 if call.query.dtype == torch.float32 else torch.float16
+    if call.query.dtype != torch.float16:
+        return call.extra_query.contiguous(), call.extra_keys.contiguous()
     # FP16: the largest weight of a column becomes 1, so that small ones stay normal numbers.
     peak = call.extra_keys.abs().amax(2, keepdim=True).clamp(min=1e-30)
     repeats = call.query.shape[1] // call.keys.shape[1]
-    pair = (call.extra_query * peak.repeat_interleave(repeats, 1), call.extra_keys / peak)
-    extra_query, extra_keys = (pad(x, (0, missing)).to(dtype).contiguous() for x in pair)
-    return extra_query, extra_keys
+    query = call.extra_query * peak.repeat_interleave(repeats, 1)
+    return query.half().contiguous(), (call.extra_keys / peak).half().contiguous()
+
+
+def column_options(call: PackedCall) -> dict:
+    """Constants of the kernels: columns, columns padded for a product (0: none), and its dtype."""
+    kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return {
+        "F": call.columns,
+        "BF": padded(call.columns) if call.columns else 0,
+        "COLUMN_TYPE": kinds.get(call.query.dtype, tl.float32),
+    }

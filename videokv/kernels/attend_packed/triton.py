@@ -14,7 +14,13 @@ from torch import Tensor
 from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed import triton_unbiased
 from videokv.kernels.attend_packed.call import PackedCall
-from videokv.kernels.attend_packed.splits import BLOCK_TOKENS, LOG2_E, columns, stretch_of
+from videokv.kernels.attend_packed.splits import (
+    BLOCK_TOKENS,
+    LOG2_E,
+    column_options,
+    columns,
+    stretch_of,
+)
 from videokv.kernels.blocks import (
     ZERO_CODES,
     as_bytes,
@@ -65,7 +71,7 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
             ROWS=rows,
             BM=padded(rows),
             BN=BLOCK_TOKENS,
-            BF=0 if extra_query is None else extra_query.shape[3],
+            **column_options(call),
             PRECISION=products(query.dtype, query.device),
             num_warps=4,
             num_stages=2,
@@ -144,7 +150,8 @@ def _kernel(
     V_D: tl.constexpr, V_BD: tl.constexpr, V_BITS: tl.constexpr, V_REACH: tl.constexpr,
     V_BYTES: tl.constexpr, V_GROUP: tl.constexpr, V_TOKEN: tl.constexpr, V_WHOLE: tl.constexpr,
     V_ZERO: tl.constexpr, V_STEP: tl.constexpr, V_LABEL: tl.constexpr,
-    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    F: tl.constexpr, BF: tl.constexpr, COLUMN_TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -158,8 +165,9 @@ def _kernel(
     extra = block
     if BF > 0:
         column = tl.arange(0, BF)
-        e_place = (head * ROWS + row)[:, None] * BF + column[None, :]
-        extra = tl.load(e + e_place, mask=asked[:, None], other=0.0)
+        e_place = (head * ROWS + row)[:, None] * F + column[None, :]
+        some = asked[:, None] & (column < F)[None, :]
+        extra = tl.load(e + e_place, mask=some, other=0.0).to(COLUMN_TYPE)
     peak = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, V_BD], tl.float32)
@@ -183,8 +191,9 @@ def _kernel(
             )
         scores = tl.dot(block, tl.trans(keys.to(block.dtype)), input_precision=PRECISION)
         if BF > 0:
-            x_place = line[None, :] * BF + column[:, None]
-            weights = tl.load(x + x_place, mask=live[None, :], other=0.0)
+            x_place = line[None, :] * F + column[:, None]
+            held = live[None, :] & (column < F)[:, None]
+            weights = tl.load(x + x_place, mask=held, other=0.0).to(COLUMN_TYPE)
             scores = tl.dot(extra, weights, acc=scores, input_precision=PRECISION)
         scores = tl.where(live[None, :], scores * scale, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))

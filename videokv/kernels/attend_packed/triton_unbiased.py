@@ -20,6 +20,7 @@ from videokv.kernels.attend_packed.call import PackedCall
 from videokv.kernels.attend_packed.splits import (
     BLOCK_TOKENS,
     LOG2_E,
+    column_options,
     columns,
     stretch_of,
 )
@@ -76,7 +77,7 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
             ROWS=rows,
             BM=padded(rows),
             BN=BLOCK_TOKENS,
-            BF=0 if extra_query is None else extra_query.shape[3],
+            **column_options(call),
             BC=means.shape[3],
             PRECISION=products(query.dtype, device),
             num_warps=4,
@@ -163,7 +164,8 @@ def _kernel(
     K_WORDS: tl.constexpr, K_LABEL: tl.constexpr,
     V_D: tl.constexpr, V_BD: tl.constexpr, V_BITS: tl.constexpr, V_BYTES: tl.constexpr,
     V_WORDS: tl.constexpr, V_LABEL: tl.constexpr,
-    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
+    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    F: tl.constexpr, BF: tl.constexpr, COLUMN_TYPE: tl.constexpr, BC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -183,7 +185,9 @@ def _kernel(
     extra = block
     if BF > 0:
         column = tl.arange(0, BF)
-        extra = tl.load(e + line[:, None] * BF + column[None, :], mask=asked[:, None], other=0.0)
+        e_place = line[:, None] * F + column[None, :]
+        some = asked[:, None] & (column < F)[None, :]
+        extra = tl.load(e + e_place, mask=some, other=0.0).to(COLUMN_TYPE)
     # Wider than the labels: a square product would be laid out over the rows, which are few.
     wide: tl.constexpr = 2 * BM if BM < 64 else 32
     v_label = tl.arange(0, wide)
@@ -204,8 +208,9 @@ def _kernel(
         own = ((label % 16)[:, None] == own[None, :]).to(block.dtype)
         scores += tl.dot(means, own, input_precision=PRECISION) * mean_weight[:, None]
         if BF > 0:
-            x_place = at[None, :] * BF + column[:, None]
-            weights = tl.load(x + x_place, mask=live[None, :], other=0.0)
+            x_place = at[None, :] * F + column[:, None]
+            held = live[None, :] & (column < F)[:, None]
+            weights = tl.load(x + x_place, mask=held, other=0.0).to(COLUMN_TYPE)
             scores += tl.dot(extra, weights, input_precision=PRECISION) * scale
         scores = tl.where(live[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))

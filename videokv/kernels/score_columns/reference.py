@@ -1,0 +1,35 @@
+"""The same in PyTorch steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from videokv.noise import QueryMap
+
+
+def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int) -> Tensor:
+    """See the package."""
+    head_dim = query.shape[3]
+    wide = query.new_zeros(*query.shape[:3], width)
+    wide[..., :head_dim] = query
+    if maps:
+        columns = query_columns(query, maps, scale=scale)
+        wide[..., head_dim : head_dim + columns.shape[3]] = columns
+    return wide
+
+
+def query_columns(query: Tensor, maps: Sequence[QueryMap], *, scale: float) -> Tensor:
+    """-phi/scale ``[B, Hq, M, F]``, at least float32."""
+    features = [m.features(query, scale=scale) for m in maps]
+    phi = features[0] if len(features) == 1 else torch.cat(features, -1)
+    return phi * (-1 / scale)
+
+
+def fill_key_columns(out: Tensor, blocks: Sequence[tuple[int, Tensor]]) -> None:
+    """See the package."""
+    out.zero_()
+    for first, weights in blocks:
+        out[..., first : first + weights.shape[3]] = weights
