@@ -133,7 +133,7 @@ def _kernel(
         turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0.0)
     lines: tl.constexpr = BT if BY_TOKEN else 1
     columns: tl.constexpr = BD // GROUP if BY_TOKEN else BD
-    seen = tl.zeros([BT, BD], tl.int32)  # bits of magnitudes: NaN and infinity are the largest
+    seen = tl.zeros([BT, BD], tl.float32)
     peak = tl.zeros([lines, columns], tl.float32)
     offset_peak = tl.zeros([lines, columns], tl.float32)
     code_peak = tl.zeros([lines, columns], tl.float32)
@@ -154,7 +154,7 @@ def _kernel(
             label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
             centre = table + ((head * centroids + label) * D)[:, None] + channel[None, :]
             values -= tl.load(centre, mask=inside, other=0.0).to(tl.float32)
-        seen = tl.maximum(seen, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        seen = tl.maximum(seen, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
 
         groups: tl.constexpr = D // GROUP if BY_TOKEN else D
         if BY_TOKEN:
@@ -228,7 +228,7 @@ def _kernel(
         _store_codes(packed, codes, row, live, BT, BD, BITS, ROW_BYTES, WORDS)
 
     tl.atomic_max(facts + head * 4 + 0, _bits(peak))
-    tl.atomic_max(facts + head * 4 + 1, tl.max(tl.max(seen, 1), 0))
+    tl.atomic_max(facts + head * 4 + 1, _bits(seen))
     if ZERO > 0:
         tl.atomic_max(facts + head * 4 + 2, _bits(offset_peak))
     if ZERO == 2:
@@ -237,8 +237,8 @@ def _kernel(
 
 @triton.jit
 def _bits(peaks):
-    """The largest of numbers that are not negative, as its bits: they are ordered alike."""
-    return tl.max(tl.max(peaks.to(tl.int32, bitcast=True), 1), 0)
+    """The largest of numbers that are not negative, as its bits: they are ordered alike, NaN last."""
+    return tl.max(tl.max(_as_int(peaks) & 0x7FFFFFFF, 1), 0)
 
 
 @triton.jit
@@ -249,16 +249,24 @@ def _two_bits(values, divisor, zero, ZERO: tl.constexpr, AWAY: tl.constexpr):
     a number on one side of such a bound rounds to the other side of it.
     """
     half = divisor * 0.5
+    # Signs of differences, not comparisons: those would fill the predicate registers.
     if ZERO == 0:
         if AWAY:
-            codes = 1 + (values >= half).to(tl.int32) - (values <= -half).to(tl.int32)
+            below, over = _as_int(values - half), _as_int(-half - values)
+            low_bit, high_bit = below & over, ~below
         else:
-            codes = 1 + (values > half).to(tl.int32) - (values < -half).to(tl.int32)
+            high_bit = _as_int(half - values)
+            low_bit = ~(high_bit | _as_int(values + half))
     else:
         above = values - zero
-        codes = (above > half).to(tl.int32) + (above >= half * 3.0).to(tl.int32)
-        codes += (above > half * 5.0).to(tl.int32)
-    return codes
+        high_bit = ~_as_int(above - half * 3.0)
+        low_bit = _as_int(half - above) ^ high_bit ^ _as_int(half * 5.0 - above)
+    return ((low_bit >> 31) & 1) | ((high_bit >> 30) & 2)
+
+
+@triton.jit
+def _as_int(x):
+    return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
