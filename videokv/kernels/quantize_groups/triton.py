@@ -237,7 +237,7 @@ def _kernel(
 
 @triton.jit
 def _bits(peaks):
-    """The largest of numbers that are not negative, as its bits: they are ordered alike, NaN last."""
+    """The largest of numbers that are not negative, as its bits: ordered alike, NaN last."""
     return tl.max(tl.max(_as_int(peaks) & 0x7FFFFFFF, 1), 0)
 
 
