@@ -50,6 +50,19 @@ def quantize(
 ) -> tuple[PackedGroups, Facts]:
     """Packed codes without a normaliser (integer zeros in float32), and the facts; where they say
     ``normalised`` the codes are of no use. Synchronises: the facts come in one transfer."""
+    groups, found = launch(x, format=format, rotation=rotation, clusters=clusters, away=away)
+    return groups, _facts(found, format)
+
+
+def launch(
+    x: Tensor,
+    *,
+    format: GroupFormat,
+    rotation: Rotation | None,
+    clusters: Clusters | None,
+    away: bool,
+) -> tuple[PackedGroups, Tensor]:
+    """``quantize`` without a wait: the facts are the bits of ``[B H, 4]`` numbers on the device."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
     by_token = format.axis == "token"
@@ -105,7 +118,7 @@ def quantize(
             num_warps=WARPS if rotation is None else ROTATED_WARPS,
             enable_fp_fusion=False,
         )
-    return PackedGroups(packed, steps, zeros, None), _facts(facts, format)
+    return PackedGroups(packed, steps, zeros, None), facts
 
 
 _STEP = {E4M3: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
