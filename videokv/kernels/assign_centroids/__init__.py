@@ -133,7 +133,7 @@ def choose_by_range(
         say_once(f"QSAC's choice runs in PyTorch steps: {refusal}")
         return None
     found: Tensor = _kernel().choose_by_range(
-        x.detach(), table.float(), weights, group_size=group_size, candidates=candidates
+        x.detach(), table, weights, group_size=group_size, candidates=candidates
     )
     return found
 

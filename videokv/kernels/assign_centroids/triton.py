@@ -35,6 +35,9 @@ SUM_TOKENS = 64
 SUM_CENTROIDS = 128
 SUM_WARPS = 8
 SUM_STAGES = 3
+CHOOSE_TOKENS = 32
+CHOOSE_BLOCKS = 16
+CHOOSE_WARPS = 4
 STRETCHES = 11  # of tokens that are summed apart: with 12 heads and 256 centroids two programs each
 FEW_STRETCHES = 64  # the same where one program holds all centroids
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch", "stretches"]
@@ -380,13 +383,13 @@ def choose_by_range(
     """QSAC's choice: of the ``candidates`` centroids nearest in the metric ``weights``, the one
     whose residual has the smallest weighted range (2609.26425, Eq. 9-12). uint8 ``[B, H, T]``.
 
-    x ``[B, H, T, D]``; table float32 ``[B, H, K, D]``; weights float32 ``[B, H, D]``.
+    x ``[B, H, T, D]``; table ``[B, H, K, D]``, as it is stored; weights float32 ``[B, H, D]``.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
     centroids = table.shape[2]
     lens = weights.sqrt().unsqueeze(2)  # [B, H, 1, D]
-    origin = table.mean(2, keepdim=True)
+    origin = table.mean(2, keepdim=True, dtype=torch.float32)
     seen = (table - origin) * lens
     # FP16 operands: brought to 64, which leaves tokens a thousand times that.
     scale = 64.0 / seen.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
@@ -394,7 +397,7 @@ def choose_by_range(
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=x.device)
     group_weights = weights.unflatten(-1, (-1, group_size)).sum(-1)
     with on_device(x.device):
-        _choose[(triton.cdiv(tokens, 32), batch * heads)](
+        _choose[(triton.cdiv(tokens, CHOOSE_TOKENS * CHOOSE_BLOCKS), batch * heads)](
             x,
             *x.stride()[:3],
             origin.contiguous(),
@@ -410,11 +413,12 @@ def choose_by_range(
             ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
-            BT=32,
+            BT=CHOOSE_TOKENS,
+            STEPS=CHOOSE_BLOCKS,
             BK=max(16, triton.next_power_of_2(centroids)),
             GROUP=group_size,
             CANDIDATES=candidates,
-            num_warps=4,
+            num_warps=CHOOSE_WARPS,
             enable_fp_fusion=True,
         )
     return labels
@@ -443,43 +447,46 @@ def _choose(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    live = token < tokens
     channel = tl.arange(0, BD)
     number = tl.arange(0, BK)
     there = number < centroids
-    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
     eye = tl.load(lens + head * D + channel, mask=channel < D, other=0.0)
-    view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
     place = (head * centroids + number)[None, :] * D + channel[:, None]
     rows = tl.load(seen + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
     half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
-    distance = half[None, :] - tl.dot(view, rows)
-
     middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
     group = tl.arange(0, BD // GROUP)
     weight = tl.load(
         group_weights + head * (D // GROUP) + group, mask=group < D // GROUP, other=0.0
     )
-    best = tl.full([BT], float("inf"), tl.float32)
-    label = tl.zeros([BT], tl.int32)
-    for _ in tl.static_range(CANDIDATES):
-        smallest = tl.min(distance, 1)
-        near = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
-        distance = tl.where(number[None, :] == near[:, None], float("inf"), distance)
-        near = tl.minimum(near, centroids - 1)
-        where = (head * centroids + near)[:, None] * D + channel[None, :]
-        inside = live[:, None] & (channel < D)[None, :]
-        centre = tl.load(table + where, mask=inside, other=0.0) - middle[None, :]
-        rest = tl.reshape(tl.where(inside, block - centre, 0.0), [BT, BD // GROUP, GROUP])
-        spread = tl.max(rest, 2) - tl.min(rest, 2)
-        score = tl.sum(spread * spread * weight[None, :], 1)
-        better = (score < best) | ((score == best) & (near < label))
-        best = tl.where(better, score, best)
-        label = tl.where(better, near, label)
-    tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
+    begin = tl.program_id(0) * (BT * STEPS)
+    for first in range(begin, tl.minimum(begin + BT * STEPS, tokens), BT):
+        token = first + tl.arange(0, BT)
+        live = token < tokens
+        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
+        view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
+        distance = half[None, :] - tl.dot(view, rows)
+        best = tl.full([BT], float("inf"), tl.float32)
+        label = tl.zeros([BT], tl.int32)
+        for _ in tl.static_range(CANDIDATES):
+            smallest = tl.min(distance, 1)
+            near = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
+            distance = tl.where(number[None, :] == near[:, None], float("inf"), distance)
+            near = tl.minimum(near, centroids - 1)
+            where = (head * centroids + near)[:, None] * D + channel[None, :]
+            inside = live[:, None] & (channel < D)[None, :]
+            centre = tl.load(table + where, mask=inside, other=0.0).to(tl.float32)
+            rest = tl.where(inside, block - (centre - middle[None, :]), 0.0)
+            rest = tl.reshape(rest, [BT, BD // GROUP, GROUP])
+            spread = tl.max(rest, 2) - tl.min(rest, 2)
+            score = tl.sum(spread * spread * weight[None, :], 1)
+            better = (score < best) | ((score == best) & (near < label))
+            best = tl.where(better, score, best)
+            label = tl.where(better, near, label)
+        tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
 
 
 def _precision(x: Tensor) -> str:
