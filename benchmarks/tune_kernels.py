@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from videokv.kernels import assign_centroids, quantize_groups
+from videokv.kernels import assign_centroids, gpu, quantize_groups
 from videokv.kernels import reconstruct as reading
-from videokv.kernels.assign_centroids import Clusters
+from videokv.kernels.assign_centroids import Clusters, choice
 from videokv.kernels.assign_centroids import triton as centroids
 from videokv.kernels.quantize_groups import triton as quantizing
 from videokv.kernels.reconstruct import triton as reconstruction
@@ -34,7 +34,7 @@ from videokv.tensors import GroupFormat, held_bytes
 
 SHAPE = (1, 12, 28080, 128)
 COPIES = 3
-KERNELS = {
+KERNELS: dict[str, list[tuple[int, ...]]] = {
     "reconstruct-rtn": [(8192, 4, 1), (8192, 8, 1), (16384, 8, 1), (4096, 4, 1), (8192, 4, 4)],
     "reconstruct-qvg": [(8192, 8, 1), (8192, 4, 1), (4096, 4, 1), (16384, 8, 1), (8192, 8, 4)],
     "reconstruct-quarot": [(8192, 8, 8), (8192, 4, 8), (16384, 8, 8), (4096, 4, 8), (8192, 8, 2)],
@@ -45,6 +45,7 @@ KERNELS = {
     "quantize-qvg": [(4096, 8, 8), (4096, 4, 8), (8192, 8, 8), (2048, 4, 8)],
     "assign": [(128, 8, 8), (64, 4, 8), (64, 8, 8), (128, 8, 4), (64, 4, 32)],
     "sum": [(64, 128, 8, 3), (64, 256, 8, 3), (128, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
+    "choose": [(64, 8, 8), (32, 4, 8), (32, 8, 8)],
 }
 
 
@@ -160,7 +161,12 @@ def quantizing_case(label: str, tensors: list[torch.Tensor]) -> Case:
         ids = torch.arange(SHAPE[2], device="cuda").mul(97).remainder(256).to(torch.uint8)
         table = tensors[0][:, :, :256].contiguous()
         clusters = Clusters(ids.expand(*SHAPE[:3]).contiguous(), table)
-    fixed = {"format": format, "rotation": rotation, "clusters": clusters, "away": symmetric}
+    fixed: dict[str, Any] = {
+        "format": format,
+        "rotation": rotation,
+        "clusters": clusters,
+        "away": symmetric,
+    }
 
     def apply(setting: tuple[int, ...]) -> None:
         elements, warps, quantizing.LONGEST = setting
@@ -180,7 +186,8 @@ def quantizing_case(label: str, tensors: list[torch.Tensor]) -> Case:
 
 def centroids_case(name: str, tensors: list[torch.Tensor]) -> Case:
     """One half of an iteration of k-means."""
-    table = tensors[0][:, :, :256].float()
+    stored = tensors[0][:, :, :256].contiguous()
+    table = stored.float()
     origin = table.mean(2, keepdim=True)
     table = table - origin
     labels = centroids.nearest_one(tensors[0], origin, table)
@@ -189,16 +196,32 @@ def centroids_case(name: str, tensors: list[torch.Tensor]) -> Case:
     def apply(setting: tuple[int, ...]) -> None:
         if name == "assign":
             centroids.ASSIGN_TOKENS, centroids.ASSIGN_WARPS, centroids.ASSIGN_BLOCKS = setting
+        elif name == "choose":
+            centroids.CHOOSE_TOKENS, centroids.CHOOSE_WARPS, centroids.CHOOSE_BLOCKS = setting
         else:
             centroids.SUM_TOKENS, centroids.SUM_CENTROIDS = setting[:2]
             centroids.SUM_WARPS, centroids.SUM_STAGES = setting[2:]
 
     if name == "assign":
         calls = [partial(centroids.nearest_one, x, origin, table) for x in tensors]
+    elif name == "choose":
+        weights = torch.ones(*SHAPE[:2], SHAPE[3], device=stored.device)
+        options = {"group_size": 64, "candidates": 4}
+        calls = [partial(centroids.choose_by_range, x, stored, weights, **options) for x in tensors]
     else:
         calls = [partial(centroids.means, x, origin, labels, table) for x in tensors]
     check = partial(assign_centroids._self_check, tensors[0])
+    if name == "choose":
+        check = partial(range_check, tensors[0], stored, weights, options)
     return Case(apply, check, calls, tensors[0].nbytes + labels.nbytes)
+
+
+def range_check(
+    x: torch.Tensor, table: torch.Tensor, weights: torch.Tensor, options: dict[str, int]
+) -> str | None:
+    """QSAC's choice on a corner, as the package checks it before its first use."""
+    gpu._verdicts.clear()
+    return choice.refusal(x, table, weights, **options)
 
 
 @contextmanager

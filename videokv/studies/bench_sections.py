@@ -64,7 +64,7 @@ def reconstruct(bench: Bench) -> None:
 def _reconstruct_one(
     bench: Bench, label: str, chunks: list[Any], target: float, rate: float
 ) -> float:
-    from videokv.kernels.reconstruct import kernel_refusal, reference
+    from videokv.kernels.reconstruct import decode_into, kernel_refusal, reference
     from videokv.kernels.reconstruct import reconstruct as run_reconstruct
     from videokv.tensors import held_bytes
 
@@ -84,7 +84,7 @@ def _reconstruct_one(
     ms = bench.device_milliseconds(calls)
     moved = held_bytes(chunks[0]) + out.nbytes
     bench.add(f"reconstruct/{label}/ms", ms, "ms")
-    host_ms = bench.host_milliseconds(lambda: run_reconstruct(chunks[0].parts(), out=out))
+    host_ms = bench.host_milliseconds(lambda: decode_into(chunks[0], out))
     bench.add(f"reconstruct/{label}/host_ms", host_ms, "ms")
     share = moved / (ms / 1e3) / rate
     bench.add(f"reconstruct/{label}/of_copy_bandwidth", share, "x", target, "higher")
