@@ -64,6 +64,7 @@ def _cases() -> dict:
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
     from videokv.kernels.score_columns import triton as columns
+    from videokv.kernels.subspace_iteration import triton as subspace
     from videokv.noise import QueryMap
     from videokv.rotation import Rotation
     from videokv.tensors import E4M3, GroupFormat
@@ -139,8 +140,9 @@ def _cases() -> dict:
         "quantize rtn": partial(quantize, format=GroupFormat(2, 32)),
         "quantize kivi": partial(quantize, format=GroupFormat(2, 32, axis="channel")),
         "quantize quarot": partial(quantize, format=GroupFormat(2, 32), rotation=Rotation(128)),
-        "assign": partial(centroids.nearest_one, x, origin, table),
-        "means": partial(centroids.means, x, origin, labels, table),
+        "assign": partial(centroids.nearest_one, x.float(), origin, table),
+        "means": partial(centroids.means, x.float(), origin, labels, table),
+        "means of 16 bits": partial(centroids.means, x, origin, labels, table),
         "choose": partial(
             centroids.choose_by_range, x, table, weights, group_size=64, candidates=4
         ),
@@ -153,6 +155,13 @@ def _cases() -> dict:
         ),
         "encode unbiased": partial(encode_unbiased, 3, x),
         "encode unbiased float32": partial(encode_unbiased, 2, x[..., :80].float()),
+        "assign 16 bits": partial(centroids.nearest_one, x, origin, table),
+        "subspace iteration": lambda: subspace.iterate(
+            torch.eye(128, dtype=torch.float64).expand(1, 2, 128, 128),
+            torch.ones(128, 8, dtype=torch.float64),
+            first=3,
+            rounds=12,
+        ),
         "lloyd": partial(centroids.lloyd, x, origin, table),
         "two-level spans": partial(two_level.spans, x, None, group_size=64),
         "two-level encode": partial(two_level.encode, x, None, spans, group_size=64),

@@ -98,7 +98,14 @@ def dequantize_block(
         codes = tl.reshape(codes, [BT, BD // GROUP, GROUP])
         step = step[:, :, None]
         offset = offset[:, :, None]
-    values = (codes - offset) * step if ZERO == 3 else codes * step + offset
+    if ZERO == 3:
+        values = (codes - offset) * step
+    elif STEP_KIND == 1 and scale is None:
+        # Codes times steps of 4 significant bits are exact: fused or not, the sum is rounded once.
+        step, offset = tl.broadcast_to(step, codes.shape), tl.broadcast_to(offset, codes.shape)
+        values = tl.fma(codes, step, offset)
+    else:
+        values = codes * step + offset
     if WHOLE_GROUPS:
         values = tl.reshape(values, [BT, BD])
     return values
@@ -174,16 +181,36 @@ def low_rank_block(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The repair of each token, float32 [rows, BD]: codes times scale times the basis."""
+    span = low_rank_span(basis, head, channel, D, RANK, BR, WIDE)
+    return low_rank_rows(codes, scales, span, row, live, RANK, BR, WIDE, PRECISION)
+
+
+@triton.jit
+def low_rank_span(
+    basis, head, channel, D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr
+):
+    """The head's basis as an operand [BR, BD]."""
+    rank = tl.arange(0, BR)
+    across = basis + head * D * RANK + channel[None, :] * RANK + rank[:, None]
+    span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
+    span = span.to(tl.float32)
+    return span if WIDE else span.to(tl.float16)
+
+
+@triton.jit
+def low_rank_rows(
+    codes, scales, span, row, live, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """See ``low_rank_block``; span: of ``low_rank_span``."""
     rank = tl.arange(0, BR)
     some = live[:, None] & (rank < RANK)[None, :]
     small = tl.load(codes + row[:, None] * RANK + rank[None, :], mask=some, other=0)
-    across = basis + head * D * RANK + channel[None, :] * RANK + rank[:, None]
-    span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
     weight = tl.load(scales + row, mask=live, other=0).to(tl.float32)
     if WIDE:
-        added = tl.dot(small.to(tl.float32), span.to(tl.float32), input_precision=PRECISION)
+        added = tl.dot(small.to(tl.float32), span, input_precision=PRECISION)
     else:
-        added = tl.dot(small.to(tl.float16), span.to(tl.float32).to(tl.float16))
+        added = tl.dot(small.to(tl.float16), span)
     return added * weight[:, None]
 
 

@@ -74,7 +74,9 @@ def disagreement(
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Launch where the data is, not on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def products(dtype: torch.dtype, device: torch.device) -> str:

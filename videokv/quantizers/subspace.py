@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.reconstruct import LowRank, Parts, fused, inner_parts
+from videokv.kernels.subspace_iteration import iterate
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers.inputs import checked, require_count
@@ -177,7 +178,8 @@ class Subspace:
         if moment is None:
             return SubspaceChunk(packed, None)
         check_moment(moment, x)
-        error = x.float() - packed.decode(torch.float32)
+        error = packed.decode(torch.float32)
+        torch.sub(x, error, out=error)
         basis, place = self._shared_basis(before, x)
         if basis is None:
             basis = principal_directions(moment, rank=self.rank)
@@ -221,22 +223,9 @@ def principal_directions(moment: Tensor, *, rank: int) -> Tensor:
     matrix = matrix / torch.where(trace > 0, trace, 1.0) + shift
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(size, rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
-    basis = start.expand(*matrix.shape[:-1], rank)
-    for _ in range(FIRST_ROUNDS):
-        basis = _orthonormal(matrix @ basis)
-    matrix = matrix @ matrix
-    for _ in range(ROUNDS):
-        basis = _orthonormal(matrix @ basis)
-    basis = _orthonormal(basis)
+    basis = iterate(matrix, start, first=FIRST_ROUNDS, rounds=ROUNDS)
     largest = basis.gather(-2, basis.abs().argmax(-2, keepdim=True))
     return (basis * largest.sign()).to(torch.bfloat16)
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    """Gram-Schmidt of ``[..., D, r]`` through Cholesky factors; never synchronises."""
-    unit = columns / columns.norm(dim=-2, keepdim=True)
-    lower = torch.linalg.cholesky_ex(unit.mT @ unit).L
-    return torch.linalg.solve_triangular(lower, unit.mT, upper=False).mT
 
 
 def fit_repair(error: Tensor, basis: Tensor, moment: Tensor) -> Repair | None:

@@ -144,6 +144,89 @@ class Bench:
         torch.cuda.synchronize(self.device)
         return statistics.median(first.elapsed_time(last) for first, last in pairs)
 
+    def device_milliseconds(
+        self, calls: Sequence[Callable[[], object]], *, rounds: int = 3, replays: int = 15
+    ) -> float:
+        """Time of one call on the GPU alone, by replays of a graph of ``rounds`` x ``calls``.
+
+        calls: the same work on buffers of their own, so that none finds its input in the cache.
+        Calls that cannot be captured stand behind a wait, so that the host is ahead of the device;
+        the note says so. On the CPU: the wall time.
+        """
+        for call in (*calls, calls[0]):
+            call()
+        if self.device.type != "cuda":
+            return statistics.median(_wall(call) for call in calls for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        count = rounds * len(calls)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(rounds):
+                    for call in calls:
+                        call()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is timed another way
+            torch.cuda.synchronize(self.device)
+            self.note(f"not captured ({type(error).__name__}): timed by events behind a wait")
+            return self._behind_a_wait(calls, rounds)
+        graph.replay()
+        times = [_events(graph.replay, self.device) for _ in range(replays)]
+        return statistics.median(times) / count
+
+    def _behind_a_wait(self, calls: Sequence[Callable[[], object]], rounds: int) -> float:
+        times = []
+        for _ in range(7):
+            torch.cuda._sleep(5_000_000)  # cycles, about 3 ms
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+            last.record()
+            torch.cuda.synchronize(self.device)
+            times.append(first.elapsed_time(last))
+        return statistics.median(times) / (rounds * len(calls))
+
+    def host_milliseconds(self, call: Callable[[], object], *, repeats: int = 40) -> float:
+        """What a call keeps the host for, with nothing to wait for (not for calls that do)."""
+        call()
+        times = []
+        for _ in range(5):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times.append(_wall(lambda: [call() for _ in range(repeats)] and None) / repeats)
+        return statistics.median(times)
+
+    def kernel_milliseconds(self, call: Callable[[], object], *, repeats: int = 5) -> float:
+        """Sum of what ``call`` runs on the GPU, copies included, by the profiler."""
+        from torch.profiler import ProfilerActivity, profile
+
+        if self.device.type != "cuda":
+            raise Unavailable("the profiler's device time needs a GPU")
+        call()
+        torch.cuda.synchronize(self.device)
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(repeats):
+                call()
+            torch.cuda.synchronize(self.device)
+        rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+        for row in rows[:8]:
+            each = row.self_device_time_total / repeats
+            self.say(f"      {each:8.1f} us  {row.count / repeats:4.1f} x  {row.key[:70]}")
+        total = sum(row.self_device_time_total for row in rows) / repeats / 1e3
+        if total <= 0:
+            raise Unavailable("the profiler saw no kernel")
+        return total
+
+    def back_to_back_milliseconds(self, call: Callable[[], object], *, repeats: int = 20) -> float:
+        """Time of a call among others like it, whatever it waits for: host and device together."""
+        for _ in range(3):
+            call()
+        if self.device.type != "cuda":
+            return statistics.median(_wall(call) for _ in range(3))
+        many = lambda: [call() for _ in range(repeats)] and None  # noqa: E731
+        return statistics.median(_events(many, self.device) for _ in range(3)) / repeats
+
     def add(
         self,
         name: str,
@@ -263,6 +346,16 @@ def line(figure: Figure) -> str:
 def short(figures: Iterable[Figure]) -> list[Figure]:
     """Those that miss their target."""
     return [figure for figure in figures if figure.met is False]
+
+
+def _events(function: Callable[[], object], device: torch.device) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    first.record()
+    function()
+    last.record()
+    torch.cuda.synchronize(device)
+    return first.elapsed_time(last)
 
 
 def _wall(function: Callable[[], object]) -> float:

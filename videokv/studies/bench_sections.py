@@ -43,15 +43,11 @@ def _copy_rate(bench: Bench, size: int) -> float:
         tuple(torch.empty(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
         for _ in range(COPIES if size < 1 << 30 else 1)
     ]
+    generator = torch.Generator(device=bench.device).manual_seed(0)
     for source, _ in pairs:
-        source.random_()
-    turns = _turns(pairs)
-
-    def run() -> None:
-        source, target = next(turns)
-        target.copy_(source)
-
-    return 2 * size / (bench.milliseconds(run) / 1e3) / GIGABYTE
+        source.random_(generator=generator)
+    calls = [partial(target.copy_, source) for source, target in pairs]
+    return 2 * size / (bench.device_milliseconds(calls) / 1e3) / GIGABYTE
 
 
 def reconstruct(bench: Bench) -> None:
@@ -68,7 +64,7 @@ def reconstruct(bench: Bench) -> None:
 def _reconstruct_one(
     bench: Bench, label: str, chunks: list[Any], target: float, rate: float
 ) -> float:
-    from videokv.kernels.reconstruct import kernel_refusal, reference
+    from videokv.kernels.reconstruct import decode_into, kernel_refusal, reference
     from videokv.kernels.reconstruct import reconstruct as run_reconstruct
     from videokv.tensors import held_bytes
 
@@ -81,15 +77,15 @@ def _reconstruct_one(
     refusal = kernel_refusal(parts, bench.dtype, bench.device)
     if refusal is not None:
         bench.note(f"reconstruct/{label}: in PyTorch steps, {refusal}")
-    turns = _turns([(chunk.parts(), torch.empty_like(out)) for chunk in chunks])
-
-    def run() -> None:
-        chunk_parts, target_rows = next(turns)
-        run_reconstruct(chunk_parts, out=target_rows)
-
-    ms = bench.milliseconds(run)
+    calls = [
+        partial(run_reconstruct, chunk.parts(), out=rows)
+        for chunk, rows in ((chunk, torch.empty_like(out)) for chunk in chunks)
+    ]
+    ms = bench.device_milliseconds(calls)
     moved = held_bytes(chunks[0]) + out.nbytes
     bench.add(f"reconstruct/{label}/ms", ms, "ms")
+    host_ms = bench.host_milliseconds(lambda: decode_into(chunks[0], out))
+    bench.add(f"reconstruct/{label}/host_ms", host_ms, "ms")
     share = moved / (ms / 1e3) / rate
     bench.add(f"reconstruct/{label}/of_copy_bandwidth", share, "x", target, "higher")
     return ms
@@ -97,10 +93,14 @@ def _reconstruct_one(
 
 def _their_reconstruct(bench: Bench) -> float:
     theirs = QuantVideoGen(centroids=bench.sizes.centroids, iterations=2)
-    keys = _history(bench, seed=1)
-    packed = theirs.compress(keys, keys)
-    ms = bench.milliseconds(lambda: theirs.uncompress(packed)) / 2
+    packed = []
+    for seed in range(COPIES):
+        keys = _history(bench, seed=seed)
+        packed.append(theirs.compress(keys, keys))
+    ms = bench.device_milliseconds([partial(theirs.uncompress, each) for each in packed]) / 2
     bench.add("reconstruct/quant-videogen/ms", ms, "ms")
+    host_ms = bench.host_milliseconds(lambda: theirs.uncompress(packed[0])) / 2
+    bench.add("reconstruct/quant-videogen/host_ms", host_ms, "ms")
     ours = _found(bench, "reconstruct/qvg/ms")
     bench.add("reconstruct/qvg/against_quant-videogen", ms / ours, "x faster", 2.5, "higher")
     return ms
@@ -156,21 +156,35 @@ def encode(bench: Bench) -> None:
         ("videokv", "videokv-2bit"),
         ("videokv_small", "videokv-2bit-small"),
     ):
-        ms = bench.attempt(f"encode/{label}", partial(_encode_ms, bench, name))
-        if ms is None:
-            continue
-        times[label] = ms
-        bench.add(f"encode/{label}/ms", ms, "ms")
-        if label in ("rtn", "quarot"):
-            moved = 2 * _tensor_bytes(bench) * (1 + 2.75 / 16)
-            share = moved / (ms / 1e3) / rate
-            bench.add(f"encode/{label}/of_copy_bandwidth", share, "x", 0.60, "higher")
+        moved = 2 * _tensor_bytes(bench) * (1 + 2.75 / 16)
+        ideal_ms = moved / rate * 1e3 if label in ("rtn", "quarot") else None
+        one = partial(_encode_one, bench, label, name, ideal_ms)
+        ms = bench.attempt(f"encode/{label}", one)
+        if ms is not None:
+            times[label] = ms
     if "qvg" in times and "quantwm" in times:
         bench.add("encode/quantwm/against_qvg", times["quantwm"] / times["qvg"], "x", 2.0)
     bench.attempt("encode/quant-videogen", lambda: _their_encode(bench, times))
 
 
-def _encode_ms(bench: Bench, name: str) -> float:
+def _encode_one(bench: Bench, label: str, name: str, ideal_ms: float | None) -> float:
+    """ideal_ms: what copying as many bytes takes. ms: host and device together."""
+    run = _encode_both(bench, name)
+    ms = bench.back_to_back_milliseconds(run)
+    bench.add(f"encode/{label}/ms", ms, "ms")
+    if ideal_ms is not None:
+        bench.add(f"encode/{label}/of_copy_bandwidth", ideal_ms / ms, "x", 0.60, "higher")
+    kernel_ms = bench.attempt(f"encode/{label}/kernel_ms", partial(bench.kernel_milliseconds, run))
+    if kernel_ms is not None:
+        bench.add(f"encode/{label}/kernel_ms", kernel_ms, "ms")
+        if ideal_ms is not None:
+            share = ideal_ms / kernel_ms
+            bench.add(f"encode/{label}/kernels_of_copy_bandwidth", share, "x")
+    return ms
+
+
+def _encode_both(bench: Bench, name: str) -> Callable[[], None]:
+    """Packs keys and values as a cache does: with the chunk before known."""
     from videokv.protocols import EncodeContext
     from videokv.recipes import recipe
 
@@ -191,14 +205,20 @@ def _encode_ms(bench: Bench, name: str) -> float:
         for side, x, c in zip(sides, tensors, contexts, strict=True):
             side.encode(x, c)  # type: ignore[union-attr]
 
-    return bench.milliseconds(run, repeats=10)
+    return run
 
 
 def _their_encode(bench: Bench, ours: dict[str, float]) -> float:
     theirs = QuantVideoGen(centroids=bench.sizes.centroids, iterations=2)
     keys, values = _history(bench, seed=1), _history(bench, seed=2)
-    ms = bench.milliseconds(lambda: theirs.compress(keys, values), repeats=10)
+    run = partial(theirs.compress, keys, values)
+    ms = bench.back_to_back_milliseconds(run)
     bench.add("encode/quant-videogen/ms", ms, "ms")
+    kernel_ms = bench.attempt(
+        "encode/quant-videogen/kernel_ms", partial(bench.kernel_milliseconds, run)
+    )
+    if kernel_ms is not None:
+        bench.add("encode/quant-videogen/kernel_ms", kernel_ms, "ms")
     for label in ("qvg", "videokv", "videokv_small"):
         if label in ours:
             name = f"encode/{label}/against_quant-videogen"
@@ -541,17 +561,6 @@ def _found(bench: Bench, name: str) -> float:
         if figure.name == name:
             return figure.value
     raise Unavailable(f"{name} was not measured in this run")
-
-
-class _turns:
-    """The items again and again."""
-
-    def __init__(self, items: Sequence[Any]) -> None:
-        self._items, self._next = items, 0
-
-    def __next__(self) -> Any:
-        self._next += 1
-        return self._items[self._next % len(self._items)]
 
 
 SECTIONS: dict[str, Section] = {

@@ -1,11 +1,18 @@
-"""Triton kernels of k-means: labels by a product and a running argmin, means by a product with the
-labels' indicator.
+"""Triton kernels of k-means: labels by a product and an argmin, means by a product with the labels'
+indicator.
 
-Both subtract the tokens' mean while they load, so tokens are read in their own dtype. Means are
-summed in a fixed order whatever the launch order: every program adds the tokens of one stretch for
-64 centroids, and the stretches are added one after the other. Products are TF32 on a GPU
-(2^-11 of each factor): a label may differ from the reference's where two centroids are equally far
-to about 2^-11 |x| |mu| / sqrt(D), which leaves the clusters as tight but not the same.
+Tokens of 16 bits are operands as they are; only the table is moved to an origin near the tokens,
+because a common offset would leave no digits of the differences:
+
+    |x - mu|^2 / 2 = |mu'|^2 / 2 + o mu' - x mu' + ...,     mu' = mu - o
+
+mu' is rounded to 16 bits (2^-9 of it in BF16), the o mu' is that of the rounded mu', so a common
+offset does not enter the error. Sums of tokens are exact products with 0 and 1. Float32 tokens are
+moved while they are loaded, and multiplied as TF32 on a GPU. Either way a label may differ from the
+reference's where two centroids are nearly as far, which leaves the clusters as tight.
+
+Means are summed in a fixed order whatever the launch order, and whatever other heads there are:
+every program adds the tokens of one stretch, and the stretches are added one after the other.
 """
 
 from __future__ import annotations
@@ -20,9 +27,20 @@ from videokv.kernels.gpu import on_device
 
 BLOCK_TOKENS = 64
 BLOCK_CENTROIDS = 64
-STRETCHES = 16  # of tokens that are summed apart
+# Of tokens of 16 bits, for which one block holds the whole table.
+ASSIGN_TOKENS = 128
+ASSIGN_WARPS = 8
+ASSIGN_BLOCKS = 8  # blocks of tokens of a program, which fetches the table once
+SUM_TOKENS = 64
+SUM_CENTROIDS = 128
+SUM_WARPS = 8
+SUM_STAGES = 3
+CHOOSE_TOKENS = 64
+CHOOSE_BLOCKS = 8
+CHOOSE_WARPS = 8
+STRETCHES = 11  # of tokens that are summed apart: with 12 heads and 256 centroids two programs each
 FEW_STRETCHES = 64  # the same where one program holds all centroids
-_COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch"]
+_COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch", "stretches"]
 
 
 def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
@@ -33,26 +51,50 @@ def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
-    half_norms = table.square().sum(-1) / 2
-    labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=x.device)
-    with on_device(x.device):
-        _assign[(triton.cdiv(tokens, BLOCK_TOKENS), batch * heads)](
+    centroids = table.shape[2]
+    origin = origin.contiguous()
+    device = x.device
+    half = x.dtype != torch.float32
+    operand = torch.empty(table.shape, dtype=x.dtype, device=device)
+    norms = torch.empty(table.shape[:3], dtype=torch.float32, device=device)
+    labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
+    block = max(16, triton.next_power_of_2(size))
+    whole = max(16, triton.next_power_of_2(centroids))
+    rows = ASSIGN_TOKENS if half else BLOCK_TOKENS
+    stretch = rows * ASSIGN_BLOCKS if half else rows
+    with on_device(device):
+        _prepare[(-(-centroids // 16), batch * heads)](
+            table.contiguous(),
+            origin,
+            operand,
+            norms,
+            centroids,
+            D=size,
+            BD=block,
+            BK=16,
+            HALF=half,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        _assign[(-(-tokens // stretch), batch * heads)](
             x,
             *x.stride()[:3],
-            origin.contiguous(),
-            table.contiguous(),
-            half_norms.contiguous(),
+            origin,
+            operand,
+            norms,
             labels,
             heads,
             tokens,
-            table.shape[2],
+            centroids,
+            stretch,
             ALIGN=row_alignment(x),
             D=size,
-            BD=max(16, triton.next_power_of_2(size)),
-            BT=BLOCK_TOKENS,
-            BK=max(16, min(BLOCK_CENTROIDS, triton.next_power_of_2(table.shape[2]))),
+            BD=block,
+            BT=rows,
+            BK=whole if half else min(BLOCK_CENTROIDS, whole),
+            HALF=half,
             PRECISION=_precision(x),
-            num_warps=4,
+            num_warps=ASSIGN_WARPS if half else 4,
             num_stages=2,
             enable_fp_fusion=True,
         )
@@ -64,15 +106,23 @@ def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
     centroids = fallback.shape[2]
-    stretch = triton.cdiv(triton.cdiv(tokens, STRETCHES), BLOCK_TOKENS) * BLOCK_TOKENS
-    count = triton.cdiv(tokens, stretch)
-    sums = torch.empty(count, batch, heads, centroids, size, device=x.device)
-    counts = torch.empty(count, batch, heads, centroids, device=x.device)
-    with on_device(x.device):
-        _sum[(count, triton.cdiv(centroids, BLOCK_CENTROIDS), batch * heads)](
+    half = x.dtype != torch.float32
+    rows = SUM_TOKENS if half else BLOCK_TOKENS
+    most = SUM_CENTROIDS if half else BLOCK_CENTROIDS
+    block_centroids = max(64, min(most, triton.next_power_of_2(centroids)))
+    stretch = -(-tokens // (STRETCHES * rows)) * rows
+    count = -(-tokens // stretch)
+    block = max(16, triton.next_power_of_2(size))
+    origin = origin.contiguous()
+    device = x.device
+    sums = torch.empty(count, batch, heads, centroids, size, device=device)
+    counts = torch.zeros(batch, heads, centroids, dtype=torch.int32, device=device)
+    found = torch.empty(batch, heads, centroids, size, device=device)
+    with on_device(device):
+        _sum[(count, -(-centroids // block_centroids), batch * heads)](
             x,
             *x.stride()[:3],
-            origin.contiguous(),
+            origin,
             labels.contiguous(),
             sums,
             counts,
@@ -82,16 +132,83 @@ def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor
             stretch,
             ALIGN=row_alignment(x),
             D=size,
-            BD=max(16, triton.next_power_of_2(size)),
-            BT=BLOCK_TOKENS,
-            BK=BLOCK_CENTROIDS,
+            BD=block,
+            BT=rows,
+            BK=block_centroids,
+            HALF=half,
             PRECISION=_precision(x),
-            num_warps=4,
-            num_stages=2,
+            num_warps=SUM_WARPS if half else 4,
+            num_stages=SUM_STAGES if half else 2,
             enable_fp_fusion=True,
         )
-    total, members = sums.sum(0), counts.sum(0).unsqueeze(-1)
-    return torch.where(members > 0, total / members.clamp(min=1), fallback)
+        _finish[(-(-centroids // 8), batch * heads)](
+            sums,
+            counts,
+            origin,
+            fallback.contiguous(),
+            found,
+            centroids,
+            count,
+            D=size,
+            BD=block,
+            BK=8,
+            HALF=half,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return found
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _prepare(
+    table, origin, operand, norms, centroids, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Rows as operands, and what is left of the distances without the product."""
+    head = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0) * BK + tl.arange(0, BK)
+    channel = tl.arange(0, BD)
+    place = (head * centroids + number)[:, None] * D + channel[None, :]
+    inside = (number < centroids)[:, None] & (channel < D)[None, :]
+    rows = tl.load(table + place, mask=inside, other=0.0)
+    constant = tl.sum(rows * rows, 1) * 0.5
+    if HALF:
+        if operand.dtype.element_ty == tl.float16:
+            rows = tl.minimum(tl.maximum(rows, -65504.0), 65504.0)
+        rounded = rows.to(operand.dtype.element_ty)
+        tl.store(operand + place, rounded, mask=inside)
+        middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
+        constant += tl.sum(rounded.to(tl.float32) * middle[None, :], 1)
+    else:
+        tl.store(operand + place, rows, mask=inside)
+    tl.store(norms + head * centroids + number, constant, mask=number < centroids)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _finish(
+    sums, counts, origin, fallback, found, centroids, stretches, D: tl.constexpr,
+    BD: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Sums of the stretches, in their order, to means."""
+    head = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0) * BK + tl.arange(0, BK)
+    channel = tl.arange(0, BD)
+    line = head * centroids + number
+    inside = (number < centroids)[:, None] & (channel < D)[None, :]
+    total = tl.zeros([BK, BD], tl.float32)
+    place = line[:, None] * D + channel[None, :]
+    apart = tl.num_programs(1).to(tl.int64) * centroids * D
+    for stretch in range(0, stretches):
+        total += tl.load(sums + stretch * apart + place, mask=inside, other=0.0)
+    members = tl.load(counts + line, mask=number < centroids, other=0)
+    mean = tl.div_rn(
+        total, tl.broadcast_to(tl.maximum(members, 1).to(tl.float32)[:, None], total.shape)
+    )
+    if HALF:
+        middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
+        mean -= middle[None, :]
+    old = tl.load(fallback + place, mask=inside, other=0.0)
+    tl.store(found + place, tl.where((members > 0)[:, None], mean, old), mask=inside)
 
 
 def lloyd(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
@@ -167,87 +284,83 @@ def _lloyd(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _assign(
-    x,
-    x_b,
-    x_h,
-    x_t,
-    origin,
-    table,
-    half_norms,
-    labels,
-    heads,
-    tokens,
-    centroids,
-    ALIGN: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, x_b, x_h, x_t, origin, table, norms, labels, heads, tokens, centroids, stretch,
+    ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    live = token < tokens
     channel = tl.arange(0, BD)
-    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
-    best = tl.full([BT], float("inf"), tl.float32)
-    label = tl.zeros([BT], tl.int32)
-    for first in range(0, centroids, BK):
-        number = first + tl.arange(0, BK)
+    begin = tl.program_id(0) * stretch
+    if HALF:  # the table stays
+        number = tl.arange(0, BK)
         there = number < centroids
         place = (head * centroids + number)[None, :] * D + channel[:, None]
         rows = tl.load(table + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
-        half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
-        distance = half[None, :] - tl.dot(block, rows, input_precision=PRECISION)
-        smallest = tl.min(distance, 1)
-        found = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
-        closer = smallest < best
-        best = tl.where(closer, smallest, best)
-        label = tl.where(closer, found, label)
-    tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
+        constant = tl.load(norms + head * centroids + number, mask=there, other=float("inf"))
+        for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
+            token = first + tl.arange(0, BT)
+            live = token < tokens
+            block = _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
+            distance = constant[None, :] - tl.dot(block, rows)
+            smallest = tl.min(distance, 1)
+            label = tl.min(tl.where(distance == smallest[:, None], number[None, :], BK), 1)
+            tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
+    else:
+        token = begin + tl.arange(0, BT)
+        live = token < tokens
+        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
+        best = tl.full([BT], float("inf"), tl.float32)
+        label = tl.zeros([BT], tl.int32)
+        for first in range(0, centroids, BK):
+            number = first + tl.arange(0, BK)
+            there = number < centroids
+            place = (head * centroids + number)[None, :] * D + channel[:, None]
+            rows = tl.load(table + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
+            half = tl.load(norms + head * centroids + number, mask=there, other=float("inf"))
+            distance = half[None, :] - tl.dot(block, rows, input_precision=PRECISION)
+            smallest = tl.min(distance, 1)
+            found = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
+            closer = smallest < best
+            best = tl.where(closer, smallest, best)
+            label = tl.where(closer, found, label)
+        tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _sum(
-    x,
-    x_b,
-    x_h,
-    x_t,
-    origin,
-    labels,
-    sums,
-    counts,
-    heads,
-    tokens,
-    centroids,
-    stretch,
-    ALIGN: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, x_b, x_h, x_t, origin, labels, sums, counts, heads, tokens, centroids, stretch,
+    ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(2).to(tl.int64)
     number = tl.program_id(1) * BK + tl.arange(0, BK)
     channel = tl.arange(0, BD)
     begin = tl.program_id(0) * stretch
     total = tl.zeros([BK, BD], tl.float32)
-    members = tl.zeros([BK], tl.float32)
     for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
         token = first + tl.arange(0, BT)
         live = token < tokens
-        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
         label = tl.load(labels + head * tokens + token, mask=live, other=0).to(tl.int32)
-        mine = (number[:, None] == label[None, :]) & live[None, :]
-        belongs = mine.to(tl.float32)
+        if tl.program_id(1) == 0:
+            tl.atomic_add(counts + head * centroids + label, 1, mask=live)
+        label = tl.where(live, label, -1)
+        if HALF:
+            block = _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
+        else:
+            block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
+        belongs = (number[:, None] == label[None, :]).to(block.dtype)
         total = tl.dot(belongs, block, acc=total, input_precision=PRECISION)
-        members += tl.sum(belongs, 1)
-    there = number < centroids
     line = (tl.program_id(0) * tl.num_programs(2) + head) * centroids + number
-    tl.store(counts + line, members, mask=there)
     place = sums + line[:, None] * D + channel[None, :]
-    tl.store(place, total, mask=there[:, None] & (channel < D)[None, :])
+    tl.store(place, total, mask=(number < centroids)[:, None] & (channel < D)[None, :])
+
+
+@triton.jit
+def _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D: tl.constexpr, ALIGN: tl.constexpr):
+    """Tokens as they are; 0 outside."""
+    base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
+    place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
+    return tl.load(place, mask=live[:, None] & (channel < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -270,13 +383,13 @@ def choose_by_range(
     """QSAC's choice: of the ``candidates`` centroids nearest in the metric ``weights``, the one
     whose residual has the smallest weighted range (2609.26425, Eq. 9-12). uint8 ``[B, H, T]``.
 
-    x ``[B, H, T, D]``; table float32 ``[B, H, K, D]``; weights float32 ``[B, H, D]``.
+    x ``[B, H, T, D]``; table ``[B, H, K, D]``, as it is stored; weights float32 ``[B, H, D]``.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
     centroids = table.shape[2]
     lens = weights.sqrt().unsqueeze(2)  # [B, H, 1, D]
-    origin = table.mean(2, keepdim=True)
+    origin = table.mean(2, keepdim=True, dtype=torch.float32)
     seen = (table - origin) * lens
     # FP16 operands: brought to 64, which leaves tokens a thousand times that.
     scale = 64.0 / seen.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
@@ -284,7 +397,7 @@ def choose_by_range(
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=x.device)
     group_weights = weights.unflatten(-1, (-1, group_size)).sum(-1)
     with on_device(x.device):
-        _choose[(triton.cdiv(tokens, 32), batch * heads)](
+        _choose[(triton.cdiv(tokens, CHOOSE_TOKENS * CHOOSE_BLOCKS), batch * heads)](
             x,
             *x.stride()[:3],
             origin.contiguous(),
@@ -300,11 +413,12 @@ def choose_by_range(
             ALIGN=row_alignment(x),
             D=size,
             BD=max(16, triton.next_power_of_2(size)),
-            BT=32,
+            BT=CHOOSE_TOKENS,
+            STEPS=CHOOSE_BLOCKS,
             BK=max(16, triton.next_power_of_2(centroids)),
             GROUP=group_size,
             CANDIDATES=candidates,
-            num_warps=4,
+            num_warps=CHOOSE_WARPS,
             enable_fp_fusion=True,
         )
     return labels
@@ -333,43 +447,46 @@ def _choose(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    live = token < tokens
     channel = tl.arange(0, BD)
     number = tl.arange(0, BK)
     there = number < centroids
-    block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
     eye = tl.load(lens + head * D + channel, mask=channel < D, other=0.0)
-    view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
     place = (head * centroids + number)[None, :] * D + channel[:, None]
     rows = tl.load(seen + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
     half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
-    distance = half[None, :] - tl.dot(view, rows)
-
     middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
     group = tl.arange(0, BD // GROUP)
     weight = tl.load(
         group_weights + head * (D // GROUP) + group, mask=group < D // GROUP, other=0.0
     )
-    best = tl.full([BT], float("inf"), tl.float32)
-    label = tl.zeros([BT], tl.int32)
-    for _ in tl.static_range(CANDIDATES):
-        smallest = tl.min(distance, 1)
-        near = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
-        distance = tl.where(number[None, :] == near[:, None], float("inf"), distance)
-        near = tl.minimum(near, centroids - 1)
-        where = (head * centroids + near)[:, None] * D + channel[None, :]
-        inside = live[:, None] & (channel < D)[None, :]
-        centre = tl.load(table + where, mask=inside, other=0.0) - middle[None, :]
-        rest = tl.reshape(tl.where(inside, block - centre, 0.0), [BT, BD // GROUP, GROUP])
-        spread = tl.max(rest, 2) - tl.min(rest, 2)
-        score = tl.sum(spread * spread * weight[None, :], 1)
-        better = (score < best) | ((score == best) & (near < label))
-        best = tl.where(better, score, best)
-        label = tl.where(better, near, label)
-    tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
+    begin = tl.program_id(0) * (BT * STEPS)
+    for first in range(begin, tl.minimum(begin + BT * STEPS, tokens), BT):
+        token = first + tl.arange(0, BT)
+        live = token < tokens
+        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
+        view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
+        distance = half[None, :] - tl.dot(view, rows)
+        best = tl.full([BT], float("inf"), tl.float32)
+        label = tl.zeros([BT], tl.int32)
+        for _ in tl.static_range(CANDIDATES):
+            smallest = tl.min(distance, 1)
+            near = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
+            distance = tl.where(number[None, :] == near[:, None], float("inf"), distance)
+            near = tl.minimum(near, centroids - 1)
+            where = (head * centroids + near)[:, None] * D + channel[None, :]
+            inside = live[:, None] & (channel < D)[None, :]
+            centre = tl.load(table + where, mask=inside, other=0.0).to(tl.float32)
+            rest = tl.where(inside, block - (centre - middle[None, :]), 0.0)
+            rest = tl.reshape(rest, [BT, BD // GROUP, GROUP])
+            spread = tl.max(rest, 2) - tl.min(rest, 2)
+            score = tl.sum(spread * spread * weight[None, :], 1)
+            better = (score < best) | ((score == best) & (near < label))
+            best = tl.where(better, score, best)
+            label = tl.where(better, near, label)
+        tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
 
 
 def _precision(x: Tensor) -> str:

@@ -94,10 +94,9 @@ def quantize_packed(
     if wants_kernels(x.device):
         refusal = kernel_refusal(x, format=format, rotation=rotation, clusters=clusters, away=away)
         if refusal is None:
-            raw, facts = _kernel().quantize(
+            raw, known = _kernel().quantize(
                 x.detach(), format=format, rotation=rotation, clusters=clusters, away=away
             )
-            known = reference.Facts(*facts.tolist())
             if known.magnitude < LARGEST and not known.normalised:
                 bare = GroupedCodes(raw.packed, raw.steps, raw.zeros, None)
                 done = _settled(bare, known, x, format, what, layer)

@@ -1,5 +1,8 @@
 """The Triton kernel: read, rotate, find steps, round and pack in one pass; codes never leave it.
 
+A program walks over a stretch of blocks of one head: the rotation's matrix is fetched once, and
+what the host has to know is reduced once, into four numbers of a head (maxima: in any order).
+
 Everything is rounded as the reference rounds it: divisions to nearest, E4M3 and BF16 by integer
 arithmetic. A rotation is one product of the block with a matrix of 1 and -1, exact in the input's
 own 16 bits, summed in float32. Heads that need a normaliser are found out from the facts; the
@@ -8,6 +11,7 @@ caller encodes such tensors by the reference.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -16,18 +20,24 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
+from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import decode_e4m3, encode_e4m3, round_bf16, round_even
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_groups.layout import PackedGroups, reach
+from videokv.kernels.quantize_groups.reference import Facts
 from videokv.rotation import Rotation, signs
 from videokv.tensors import E4M3, GroupFormat
 
-# Of a program: 16 a thread, for divisions to nearest take many registers; twice that for products.
-BLOCK_ELEMENTS = 4096
-FACTS = 4  # largest step, largest magnitude, largest offset, largest code of zero
+BLOCK_ELEMENTS = 4096  # of one step of a program: 16 a thread
+ROTATED_ELEMENTS = 8192  # the same with a rotation: 64 tokens of 128 channels
+WARPS = 8
+ROTATED_WARPS = 8
+PROGRAMS = 1056  # eight for each of 132 multiprocessors
+LONGEST = 8  # blocks that a program walks over
+FACTS = 4  # of a head: largest step, largest magnitude, largest offset, largest code of zero
 _ZERO = {"offset": 1, "integer": 2}
-_COUNTS = ["x_b", "x_h", "heads", "tokens", "time_groups", "blocks", "centroids"]
+_COUNTS = ["x_b", "x_h", "heads", "tokens", "time_groups", "stretch", "blocks", "centroids"]
 
 
 def quantize(
@@ -37,35 +47,50 @@ def quantize(
     rotation: Rotation | None = None,
     clusters: Clusters | None = None,
     away: bool = False,
+) -> tuple[PackedGroups, Facts]:
+    """Packed codes without a normaliser (integer zeros in float32), and the facts; where they say
+    ``normalised`` the codes are of no use. Synchronises: the facts come in one transfer."""
+    groups, found = launch(x, format=format, rotation=rotation, clusters=clusters, away=away)
+    return groups, _facts(found, format)
+
+
+def launch(
+    x: Tensor,
+    *,
+    format: GroupFormat,
+    rotation: Rotation | None,
+    clusters: Clusters | None,
+    away: bool,
 ) -> tuple[PackedGroups, Tensor]:
-    """Packed codes without a normaliser (integer zeros in float32), and the facts as a tensor
-    (see ``reference.Facts``); where they say ``normalised`` the codes are of no use."""
+    """``quantize`` without a wait: the facts are the bits of ``[B H, 4]`` numbers on the device."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
     by_token = format.axis == "token"
     block = max(16, triton.next_power_of_2(size))
-    elements = BLOCK_ELEMENTS if rotation is None else 2 * BLOCK_ELEMENTS
+    elements = BLOCK_ELEMENTS if rotation is None else ROTATED_ELEMENTS
     rows = max(16, min(128, elements // block)) if by_token else format.group_size
     groups = size // format.group_size if by_token else size
     lines = tokens if by_token else -(-tokens // format.group_size)
-    blocks = triton.cdiv(tokens, rows)
+    blocks = -(-tokens // rows)
+    stretch = max(1, min(LONGEST, blocks * batch * heads // PROGRAMS))
     device = x.device
     row_bytes = packed_length(size, bits=format.bits)
+    words = format.bits != 3 and row_bytes % 2 == 0
     packed = torch.empty(batch, heads, tokens, row_bytes, dtype=torch.uint8, device=device)
     shape = (batch, heads, lines, groups)
     steps = torch.empty(shape, dtype=format.scale_dtype, device=device)
     zeros = _zeros(shape, format, device)
-    facts = torch.empty(batch * heads, blocks, FACTS, device=device)
-    limit = float(torch.finfo(format.scale_dtype).max)  # type: ignore[arg-type]
+    facts = torch.zeros(batch * heads, FACTS, dtype=torch.int32, device=device)
     with on_device(device):
-        _kernel[(blocks, batch * heads)](
+        _kernel[(-(-blocks // stretch), batch * heads)](
             x,
             *x.stride()[:3],
             heads,
             tokens,
             lines,
+            stretch,
             blocks,
-            packed,
+            packed.view(torch.int16) if words else packed,
             steps.view(torch.uint8) if format.scale_dtype == E4M3 else steps,
             zeros,
             facts,
@@ -74,6 +99,7 @@ def quantize(
             None if clusters is None else clusters.ids.contiguous(),
             None if clusters is None else clusters.table.contiguous(),
             1 if clusters is None else clusters.table.shape[2],
+            ALIGN=row_alignment(x),
             D=size,
             BD=block,
             BT=rows,
@@ -84,149 +110,184 @@ def quantize(
             ZERO=0 if format.symmetric else _ZERO[format.zero_point],
             ZERO_BF16=format.zero_dtype == torch.bfloat16,
             STEP=_STEP[format.scale_dtype],  # type: ignore[index]
-            LIMIT=limit,
+            LIMIT=_largest(format.scale_dtype),
             ROW_BYTES=row_bytes,
+            WORDS=words,
             AWAY=away,
             PRECISION=products(x.dtype, device),
-            num_warps=8,
+            num_warps=WARPS if rotation is None else ROTATED_WARPS,
             enable_fp_fusion=False,
         )
-    return PackedGroups(packed, steps, zeros, None), _facts(facts, format)
+    return PackedGroups(packed, steps, zeros, None), facts
 
 
 _STEP = {E4M3: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
+@functools.lru_cache(maxsize=8)
+def _largest(dtype: torch.dtype | None) -> float:
+    return float(torch.finfo(dtype).max)  # type: ignore[arg-type]
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _kernel(
-    x,
-    x_b,
-    x_h,
-    x_t,
-    heads,
-    tokens,
-    time_groups,
-    blocks,
-    packed,
-    steps,
-    zeros,
-    facts,
-    matrix,
-    matrix_scale,
-    ids,
-    table,
-    centroids,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    ZERO: tl.constexpr,
-    ZERO_BF16: tl.constexpr,
-    STEP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    AWAY: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x, x_b, x_h, x_t, heads, tokens, time_groups, stretch, blocks, packed, steps, zeros, facts,
+    matrix, matrix_scale, ids, table, centroids,
+    ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr,
+    LEVELS: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr, ZERO: tl.constexpr,
+    ZERO_BF16: tl.constexpr, STEP: tl.constexpr, LIMIT: tl.constexpr, ROW_BYTES: tl.constexpr,
+    WORDS: tl.constexpr, AWAY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    live = token < tokens
-    row = head * tokens + token
     channel = tl.arange(0, BD)
-    inside = live[:, None] & (channel < D)[None, :]
-    base = (head // heads) * x_b + (head % heads) * x_h
-    place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
-    raw = tl.load(place, mask=inside, other=0.0)
+    base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
     if matrix is not None:
         square = matrix + channel[None, :] * D + channel[:, None]  # transposed: x H^T
         turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0.0)
-        values = tl.dot(raw, turn, input_precision=PRECISION) * matrix_scale
-    else:
-        values = raw.to(tl.float32)
-
-    if table is not None:
-        label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
-        centre = table + ((head * centroids + label) * D)[:, None] + channel[None, :]
-        values -= tl.load(centre, mask=inside, other=0.0).to(tl.float32)
-
-    finite = tl.where(values == values, tl.abs(values), float("inf"))
-    magnitude = tl.max(tl.max(tl.where(inside, finite, 0.0), 1), 0)
-
-    groups: tl.constexpr = D // GROUP if BY_TOKEN else D
-    if BY_TOKEN:
-        values = tl.reshape(values, [BT, BD // GROUP, GROUP])
-        low, high = tl.min(values, 2), tl.max(values, 2)
-        group = tl.arange(0, BD // GROUP)
-        line = row[:, None] * groups + group[None, :]
-        used = live[:, None] & (group < groups)[None, :]
-    else:
-        low = tl.min(tl.where(live[:, None], values, float("inf")), 0)[None, :]
-        high = tl.max(tl.where(live[:, None], values, float("-inf")), 0)[None, :]
-        line = (head * time_groups + tl.program_id(0)) * D + channel[None, :]
-        used = (channel < D)[None, :]
-
-    if ZERO == 0:
-        ideal = tl.div_rn(tl.abs(tl.maximum(high, -low)), tl.full(low.shape, LEVELS, tl.float32))
-    else:
-        ideal = tl.div_rn(high - low, tl.full(low.shape, LEVELS, tl.float32))
-    peak = tl.max(tl.max(tl.where(used, ideal, 0.0), 1), 0)
-    clamped = tl.minimum(ideal, LIMIT)
-    if STEP == 0:
-        stored = encode_e4m3(clamped)
-        step = decode_e4m3(stored)
-    elif STEP == 1:
-        step = round_bf16(clamped)
-        stored = step.to(tl.bfloat16)
-    elif STEP == 2:
-        stored = clamped.to(tl.float16)
-        step = stored.to(tl.float32)
-    else:
-        stored = clamped
-        step = clamped
-    tl.store(steps + line, stored, mask=used)
-
-    offset_peak = 0.0
-    code_peak = 0.0
-    some = step > 0
-    divisor = tl.where(some, step, float("inf"))
-    if ZERO > 0:
-        middle = low + (high - low) * 0.5
-        if ZERO == 1:
-            zero = _rounded(tl.where(some, low, middle), ZERO_BF16, zeros)
-            offset_peak = tl.max(tl.max(tl.where(used, tl.abs(zero), 0.0), 1), 0)
+    lines: tl.constexpr = BT if BY_TOKEN else 1
+    columns: tl.constexpr = BD // GROUP if BY_TOKEN else BD
+    seen = tl.zeros([BT, BD], tl.float32)
+    peak = tl.zeros([lines, columns], tl.float32)
+    offset_peak = tl.zeros([lines, columns], tl.float32)
+    code_peak = tl.zeros([lines, columns], tl.float32)
+    begin = tl.program_id(0) * stretch
+    for number in range(begin, tl.minimum(begin + stretch, blocks)):
+        token = number * BT + tl.arange(0, BT)
+        live = token < tokens
+        row = head * tokens + token
+        inside = live[:, None] & (channel < D)[None, :]
+        place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
+        raw = tl.load(place, mask=inside, other=0.0)
+        if matrix is not None:
+            values = tl.dot(raw, turn, input_precision=PRECISION) * matrix_scale
         else:
-            whole = round_even(tl.div_rn(-low, divisor))
-            # Integer zeros are stored in float32 here: the host may have to keep them so.
-            zero = tl.where(some, whole, round_bf16(middle) if ZERO_BF16 else _half(middle))
-            offset_peak = tl.max(tl.max(tl.where(used & (step <= 0), tl.abs(zero), 0.0), 1), 0)
-            code_peak = tl.max(tl.max(tl.where(used & some, tl.abs(zero), 0.0), 1), 0)
-        tl.store(zeros + line, zero.to(zeros.dtype.element_ty), mask=used)
-    else:
-        zero = step
-    tl.store(facts + (head * blocks + tl.program_id(0)) * 4 + 0, peak)
-    tl.store(facts + (head * blocks + tl.program_id(0)) * 4 + 1, magnitude)
-    tl.store(facts + (head * blocks + tl.program_id(0)) * 4 + 2, offset_peak)
-    tl.store(facts + (head * blocks + tl.program_id(0)) * 4 + 3, code_peak)
+            values = raw.to(tl.float32)
 
-    if BY_TOKEN:
-        divisor, zero, some = divisor[:, :, None], zero[:, :, None], some[:, :, None]
-    divisor, zero = tl.broadcast_to(divisor, values.shape), tl.broadcast_to(zero, values.shape)
+        if table is not None:
+            label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
+            centre = table + ((head * centroids + label) * D)[:, None] + channel[None, :]
+            values -= tl.load(centre, mask=inside, other=0.0).to(tl.float32)
+        seen = tl.maximum(seen, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
+
+        groups: tl.constexpr = D // GROUP if BY_TOKEN else D
+        if BY_TOKEN:
+            values = tl.reshape(values, [BT, BD // GROUP, GROUP])
+            low, high = tl.min(values, 2), tl.max(values, 2)
+            group = tl.arange(0, BD // GROUP)
+            line = row[:, None] * groups + group[None, :]
+            used = live[:, None] & (group < groups)[None, :]
+        else:
+            low = tl.min(tl.where(live[:, None], values, float("inf")), 0)[None, :]
+            high = tl.max(tl.where(live[:, None], values, float("-inf")), 0)[None, :]
+            line = (head * time_groups + number) * D + channel[None, :]
+            used = (channel < D)[None, :]
+
+        span = tl.abs(tl.maximum(high, -low)) if ZERO == 0 else high - low
+        ideal = tl.div_rn(span, tl.full(low.shape, LEVELS, tl.float32))
+        peak = tl.maximum(peak, tl.where(used, ideal, 0.0))
+        clamped = tl.minimum(ideal, LIMIT)
+        if STEP == 0:
+            stored = encode_e4m3(clamped)
+            step = decode_e4m3(stored)
+        elif STEP == 1:
+            step = round_bf16(clamped)
+            stored = step.to(tl.bfloat16)
+        elif STEP == 2:
+            stored = clamped.to(tl.float16)
+            step = stored.to(tl.float32)
+        else:
+            stored = clamped
+            step = clamped
+        tl.store(steps + line, stored, mask=used)
+
+        some = step > 0
+        divisor = tl.where(some, step, float("inf"))
+        if ZERO > 0:
+            middle = low + (high - low) * 0.5
+            if ZERO == 1:
+                zero = _rounded(tl.where(some, low, middle), ZERO_BF16, zeros)
+                offset_peak = tl.maximum(offset_peak, tl.where(used, tl.abs(zero), 0.0))
+            else:
+                whole = round_even(tl.div_rn(-low, divisor))
+                # Integer zeros are stored in float32 here: the host may have to keep them so.
+                zero = tl.where(some, whole, round_bf16(middle) if ZERO_BF16 else _half(middle))
+                size = tl.where(used, tl.abs(zero), 0.0)
+                offset_peak = tl.maximum(offset_peak, tl.where(some, 0.0, size))
+                code_peak = tl.maximum(code_peak, tl.where(some, size, 0.0))
+            tl.store(zeros + line, zero.to(zeros.dtype.element_ty), mask=used)
+        else:
+            zero = step
+
+        if BY_TOKEN:
+            divisor, zero, some = divisor[:, :, None], zero[:, :, None], some[:, :, None]
+        if BITS == 2 and STEP == 0 and ZERO < 2:
+            codes = _two_bits(values, divisor, zero, ZERO, AWAY)
+        else:
+            divisor = tl.broadcast_to(divisor, values.shape)
+            zero = tl.broadcast_to(zero, values.shape)
+            if ZERO == 0:
+                ratio = tl.div_rn(values, divisor)
+                ratio = tl.minimum(tl.maximum(ratio, -LEVELS), LEVELS)
+                codes = (_away(ratio) if AWAY else _whole(ratio)) + LEVELS
+            elif ZERO == 1:
+                ratio = tl.div_rn(values - zero, divisor)
+                codes = _whole(tl.minimum(tl.maximum(ratio, 0.0), LEVELS))
+            else:
+                ratio = round_even(tl.div_rn(values, divisor)) + tl.where(some, zero, 0.0)
+                codes = tl.minimum(tl.maximum(ratio, 0.0), LEVELS).to(tl.int32)
+        codes = tl.reshape(codes, [BT, BD])
+        if BD > D:
+            codes = tl.where((channel < D)[None, :], codes, 0)
+        _store_codes(packed, codes, row, live, BT, BD, BITS, ROW_BYTES, WORDS)
+
+    tl.atomic_max(facts + head * 4 + 0, _bits(peak))
+    tl.atomic_max(facts + head * 4 + 1, _bits(seen))
+    if ZERO > 0:
+        tl.atomic_max(facts + head * 4 + 2, _bits(offset_peak))
+    if ZERO == 2:
+        tl.atomic_max(facts + head * 4 + 3, _bits(code_peak))
+
+
+@triton.jit
+def _bits(peaks):
+    """The largest of numbers that are not negative, as its bits: ordered alike, NaN last."""
+    return tl.max(tl.max(_as_int(peaks) & 0x7FFFFFFF, 1), 0)
+
+
+@triton.jit
+def _two_bits(values, divisor, zero, ZERO: tl.constexpr, AWAY: tl.constexpr):
+    """Codes of two bits without a division, the same as by one.
+
+    Steps of E4M3 have 4 significant bits, so their halves are exact in float32, and no quotient of
+    a number on one side of such a bound rounds to the other side of it.
+    """
+    half = divisor * 0.5
+    # Signs of differences, not comparisons: those would fill the predicate registers.
     if ZERO == 0:
-        ratio = tl.div_rn(values, divisor)
-        ratio = tl.minimum(tl.maximum(ratio, -LEVELS), LEVELS)
-        codes = (_away(ratio) if AWAY else _whole(ratio)) + LEVELS
-    elif ZERO == 1:
-        ratio = tl.div_rn(values - zero, divisor)
-        codes = _whole(tl.minimum(tl.maximum(ratio, 0.0), LEVELS))
+        if AWAY:
+            below, over = _as_int(values - half), _as_int(-half - values)
+            low_bit, high_bit = below & over, ~below
+        else:
+            high_bit = _as_int(half - values)
+            low_bit = ~(high_bit | _as_int(values + half))
     else:
-        ratio = round_even(tl.div_rn(values, divisor)) + tl.where(some, zero, 0.0)
-        codes = tl.minimum(tl.maximum(ratio, 0.0), LEVELS).to(tl.int32)
-    codes = tl.reshape(codes, [BT, BD])
-    codes = tl.where((channel < D)[None, :], codes, 0)
+        above = values - zero
+        high_bit = ~_as_int(above - half * 3.0)
+        low_bit = _as_int(half - above) ^ high_bit ^ _as_int(half * 5.0 - above)
+    return ((low_bit >> 31) & 1) | ((high_bit >> 30) & 2)
 
+
+@triton.jit
+def _as_int(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _store_codes(
+    packed, codes, row, live, BT: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Codes int32 [BT, BD] as packed rows; WORDS: in words of 16 bits, the first byte lowest."""
     if BITS == 3:
         slot = tl.arange(0, 8)
         word = tl.sum(tl.reshape(codes, [BT, BD // 8, 8]) << (21 - 3 * slot)[None, None, :], 2)
@@ -237,14 +298,16 @@ def _kernel(
         tl.store(target + 1, ((word >> 8) & 255).to(tl.uint8), mask=fits)
         tl.store(target + 2, (word & 255).to(tl.uint8), mask=fits)
     else:
-        per_byte: tl.constexpr = 8 // BITS
-        slot = tl.arange(0, per_byte)
-        shifts = (8 - BITS) - BITS * slot
-        byte = tl.sum(tl.reshape(codes, [BT, BD // per_byte, per_byte]) << shifts[None, None, :], 2)
-        column = tl.arange(0, BD // per_byte)
-        target = packed + row[:, None] * ROW_BYTES + column[None, :]
-        fits = live[:, None] & (column < ROW_BYTES)[None, :]
-        tl.store(target, byte.to(tl.uint8), mask=fits)
+        each: tl.constexpr = 8 // BITS  # of a byte
+        count: tl.constexpr = 2 * each if WORDS else each
+        length: tl.constexpr = ROW_BYTES // 2 if WORDS else ROW_BYTES
+        slot = tl.arange(0, count)
+        shifts = 8 * (slot // each) + (8 - BITS) - BITS * (slot % each)
+        word = tl.sum(tl.reshape(codes, [BT, BD // count, count]) << shifts[None, None, :], 2)
+        column = tl.arange(0, BD // count)
+        target = packed + row[:, None] * length + column[None, :]
+        fits = live[:, None] & (column < length)[None, :]
+        tl.store(target, word.to(packed.dtype.element_ty), mask=fits)
 
 
 @triton.jit
@@ -280,12 +343,12 @@ def _zeros(shape: tuple[int, ...], format: GroupFormat, device: torch.device) ->
     return torch.empty(shape, dtype=torch.float32 if integer else format.zero_dtype, device=device)
 
 
-def _facts(partial: Tensor, format: GroupFormat) -> Tensor:
-    """Of all blocks: what ``reference.Facts`` holds."""
+def _facts(found: Tensor, format: GroupFormat) -> Facts:
+    """Of all heads, from the bits of their numbers ``[B H, 4]``."""
     limits = torch.finfo(format.scale_dtype)  # type: ignore[arg-type]
-    heads = partial.amax(1)
-    peak, magnitude, offset, code = heads.unbind(1)
-    overflow = peak > limits.max
-    normalised = overflow | ((peak > 0) & (peak < limits.smallest_normal))
-    flags = [normalised.any().float(), overflow.any().float()]
-    return torch.stack([magnitude.amax(), offset.amax(), code.amax(), *flags])
+    heads = found.cpu().view(torch.float32)
+    _, magnitude, offset, code = heads.amax(0).tolist()
+    peaks = heads[:, 0].tolist()
+    overflow = any(peak > limits.max for peak in peaks)
+    small = any(0 < peak < limits.smallest_normal for peak in peaks)
+    return Facts(magnitude, offset, code, float(overflow or small), float(overflow))

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
+from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
 from videokv.kernels.numbers import round_even
 from videokv.kernels.quantize_two_level.layout import TOP, TwoLevelCodes, head_scale
@@ -35,7 +36,8 @@ def encode(
     zeros = torch.empty(batch, heads, -(-tokens * groups // 4), **options)  # type: ignore[call-overload]
     steps = torch.empty(batch, heads, tokens, groups, **options)  # type: ignore[call-overload]
     scale = head_scale(widest).contiguous()
-    _launch(_encode, x, clusters, group_size, (scale, packed, zeros, steps))
+    words = packed.view(torch.int16)  # eight codes each
+    _launch(_encode, x, clusters, group_size, (scale, words, zeros, steps))
     return TwoLevelCodes(packed, zeros, steps, scale)
 
 
@@ -61,6 +63,7 @@ def _launch(
             tokens,
             blocks,
             *results,
+            ALIGN=row_alignment(x),
             D=size,
             BT=rows,
             GROUP=group_size,
@@ -87,13 +90,14 @@ def _spans(
     tokens,
     blocks,
     found,
+    ALIGN: tl.constexpr,
     D: tl.constexpr,
     BT: tl.constexpr,
     GROUP: tl.constexpr,
     TOP: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    values = _residual(x, x_b, x_h, x_t, ids, table, centroids, head, heads, tokens, D, BT)
+    values = _residual(x, x_b, x_h, x_t, ids, table, centroids, head, heads, tokens, ALIGN, D, BT)
     values = tl.reshape(values, [BT, D // GROUP, GROUP])
     low, high = tl.minimum(tl.min(values, 2), 0.0), tl.maximum(tl.max(values, 2), 0.0)
     # Dead rows are 0, whose range is 0. NaN is no maximum: found by itself.
@@ -119,6 +123,7 @@ def _encode(
     packed,
     zeros,
     steps,
+    ALIGN: tl.constexpr,
     D: tl.constexpr,
     BT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -128,7 +133,7 @@ def _encode(
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     live = token < tokens
-    values = _residual(x, x_b, x_h, x_t, ids, table, centroids, head, heads, tokens, D, BT)
+    values = _residual(x, x_b, x_h, x_t, ids, table, centroids, head, heads, tokens, ALIGN, D, BT)
     values = tl.reshape(values, [BT, groups, GROUP])
     low, high = tl.minimum(tl.min(values, 2), 0.0), tl.maximum(tl.max(values, 2), 0.0)
     span = high - low
@@ -138,15 +143,21 @@ def _encode(
     step = tl.where(span > 0, tl.minimum(tl.maximum(step, 1.0), 255.0), 0.0)
     divisor = tl.where(step > 0, step * unit, float("inf"))
     zero = tl.minimum(tl.maximum(round_even(tl.div_rn(-low, divisor)), 0.0), TOP)
-    ratio = tl.div_rn(values, tl.broadcast_to(divisor[:, :, None], values.shape))
-    codes = tl.minimum(tl.maximum(round_even(ratio) + zero[:, :, None], 0.0), TOP).to(tl.int32)
+    # A code is the number of bounds that a value reaches. Steps have 19 significant bits, so bounds
+    # are exact, and no quotient of a value on one side of a bound rounds to the other side.
+    first = _short_of(values, zero, divisor, 1)
+    second = ~_short_of(values, zero, divisor, 2)
+    third = _short_of(values, zero, divisor, 3)
+    codes = (((first ^ second ^ third) >> 31) & 1) | ((second >> 30) & 2)
 
-    shifts = 6 - 2 * tl.arange(0, 4)
+    slot = tl.arange(0, 8)
+    places = 8 * (slot // 4) + 6 - 2 * (slot % 4)
     row = head * tokens + token
-    byte = tl.sum(tl.reshape(codes, [BT, D // 4, 4]) << shifts[None, None, :], 2)
-    column = tl.arange(0, D // 4)
-    target = packed + row[:, None] * (D // 4) + column[None, :]
-    tl.store(target, byte.to(tl.uint8), mask=live[:, None])
+    word = tl.sum(tl.reshape(codes, [BT, D // 8, 8]) << places[None, None, :], 2)
+    column = tl.arange(0, D // 8)
+    target = packed + row[:, None] * (D // 8) + column[None, :]
+    tl.store(target, word.to(tl.int16), mask=live[:, None])
+    shifts = 6 - 2 * tl.arange(0, 4)
     group = tl.arange(0, groups)
     tl.store(steps + row[:, None] * groups + group[None, :], step.to(tl.uint8), mask=live[:, None])
     # Zero points of all tokens in a row: four a byte, whole bytes in each block of 16 tokens.
@@ -158,14 +169,28 @@ def _encode(
 
 
 @triton.jit
+def _short_of(values, zero, divisor, CODE: tl.constexpr):
+    """An int32 that is negative where values / divisor + zero rounds to less than CODE."""
+    whole = CODE - zero
+    bound = (whole - 0.5) * divisor
+    # Halves go to even numbers: where ``whole`` is odd the bound itself is too small.
+    bits = bound.to(tl.int32, bitcast=True)
+    beyond = tl.where(bound > 0, bits + 1, bits - 1).to(tl.float32, bitcast=True)
+    odd = (whole.to(tl.int32) & 1) == 1
+    bound = tl.where(odd & (divisor < float("inf")), beyond, bound)
+    return (values - bound[:, :, None]).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _residual(
-    x, x_b, x_h, x_t, ids, table, centroids, head, heads, tokens, D: tl.constexpr, BT: tl.constexpr
+    x, x_b, x_h, x_t, ids, table, centroids, head, heads, tokens, ALIGN: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Float32 [BT, D] tokens less their centroids; 0 outside."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     live = token < tokens
     channel = tl.arange(0, D)
-    base = (head // heads) * x_b + (head % heads) * x_h
+    base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
     place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
     values = tl.load(place, mask=live[:, None], other=0.0).to(tl.float32)
     if table is not None:

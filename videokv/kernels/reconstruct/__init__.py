@@ -9,7 +9,9 @@ take, PyTorch does the same steps one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,6 +45,9 @@ __all__ = [
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, E4M3)
 # Relative norm between kernel and reference: one rounding each, the rotation in FP16 operands.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3, E4M3: 5e-2}
+# Chunks and their parts never change: what is found out about them once holds as long as they live.
+_parts: WeakKeyDictionary[Any, Parts] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Parts, tuple[str | None, tuple[Hashable, ...]]] = WeakKeyDictionary()
 _SMALL = 2  # batch rows and heads that a self-check looks at
 
 
@@ -127,8 +132,13 @@ def decode_into(
 
 def inner_parts(chunk: Any) -> Parts | None:
     """The parts of a chunk inside another, None where its format is not known here."""
+    kept = _parts.get(chunk) if type(chunk).__hash__ is object.__hash__ else None
+    if kept is not None:
+        return kept
     parts = getattr(chunk, "parts", None)
     found: Parts | None = None if parts is None else parts()
+    if found is not None and type(chunk).__hash__ is object.__hash__:
+        _parts[chunk] = found
     return found
 
 
@@ -138,10 +148,13 @@ def kernel_refusal(
     """Why the Triton kernel does not serve this, or None. Its first use is checked here."""
     if dtype not in OUTPUTS:
         return f"outputs are one of {OUTPUTS}, got {dtype}"
-    refusal = machine_refusal(device) or parts.kernel_refusal()
+    known = _known.get(parts)
+    if known is None:
+        known = _known[parts] = (parts.kernel_refusal(), parts.config())
+    refusal = machine_refusal(device) or known[0]
     if refusal is not None:
         return refusal
-    config = (*parts.config(), dtype, None if rope is None else rope.config())
+    config = (known[1], dtype, None if rope is None else rope.config())
     return checked_refusal("reconstruct", config, device, lambda: _self_check(parts, dtype, rope))
 
 

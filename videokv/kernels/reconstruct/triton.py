@@ -3,13 +3,17 @@
 Bytes per element that must move: bits / 8 and the steps in, the output's width out; centroid tables
 and the rotation matrix stay in the caches. The rotation is a product of the block with the matrix
 (FP16 operands for 8- and 16-bit outputs, each token scaled by its largest value, so the operands'
-rounding is 2^-12 of it; three TF32 products for float32). Tokens, heads and table sizes are plain
-arguments: a new length compiles nothing.
+rounding is 2^-12 of it; three TF32 products for float32). With a rotation or a repair a program
+walks over a stretch of blocks and fetches their matrices once. Tokens, heads and table sizes are
+plain arguments: a new length compiles nothing.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +25,8 @@ from videokv.kernels.blocks import (
     as_bytes,
     centroids_block,
     dequantize_block,
-    low_rank_block,
+    low_rank_rows,
+    low_rank_span,
     reach_of,
     row_alignment,
     step_kind,
@@ -35,11 +40,14 @@ from videokv.kernels.reconstruct.parts import Parts
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
 from videokv.rotation import signs
-from videokv.tensors import E4M3
+from videokv.tensors import E4M3, walk_tensors
 
-BLOCK_ELEMENTS = 8192  # of one program: 64 tokens of 128 channels
-_COUNTS = ["heads", "tokens", "time_groups", "out_b", "out_h", "size0", "size1", "size2", "size3"]
-_COUNTS += ["rope_rows"]
+ELEMENTS = {"plain": 8192, "stages": 8192, "rotated": 8192, "low_rank": 8192}  # of one step
+WARPS = {"plain": 4, "stages": 8, "rotated": 8, "low_rank": 8}
+PROGRAMS = 1056  # eight for each of 132 multiprocessors
+LONGEST = {"plain": 1, "stages": 1, "rotated": 8, "low_rank": 8}  # steps of a program
+_COUNTS = ["heads", "tokens", "stretch", "time_groups", "out_b", "out_h"]
+_COUNTS += ["size0", "size1", "size2", "size3", "rope_rows"]
 
 
 def reconstruct(
@@ -49,121 +57,178 @@ def reconstruct(
     if parts.centres is not None:
         triton_unbiased.reconstruct(parts, out, factor=factor, rope=rope)
         return
-    batch, heads, tokens, size = parts.shape
-    block = max(16, triton.next_power_of_2(size))
-    rows = max(16, min(128, BLOCK_ELEMENTS // block))
-    wide = out.dtype == torch.float32
-    low = None if parts.low_rank is None else parts.low_rank.dense(tokens)
-    rank = 0 if low is None else low.codes.shape[3]
-    matrix = None
-    if parts.rotation is not None:
-        kind = torch.float32 if wide else torch.float16
-        matrix = signs(parts.rotation, device=out.device, dtype=kind)
+    plan = _planned(parts, out.dtype, out.device)
+    batch, heads, tokens, _ = parts.shape
+    blocks = -(-tokens // plan.rows)
+    stretch = max(1, min(plan.longest, blocks * batch * heads // PROGRAMS)) * plan.rows
     with on_device(out.device):
-        _kernel[(triton.cdiv(tokens, rows), batch * heads)](
+        _kernel[(-(-tokens // stretch), batch * heads)](
             as_bytes(out),
             *out.stride(),
             heads,
             tokens,
-            parts.steps.shape[2],
-            parts.codes.contiguous(),
-            as_bytes(parts.steps.contiguous()),
-            _whole(parts.scale),
-            _whole(parts.zeros),
-            _whole(factor),
-            *_stage_arguments(parts),
-            None if low is None else low.codes.contiguous(),
-            None if low is None else low.scales.contiguous(),
-            None if low is None else low.basis.contiguous(),
-            matrix,
-            1.0 / math.sqrt(size),
+            stretch,
+            factor if factor is None else factor.contiguous(),
             *rope_arguments(rope, tokens),
-            D=size,
-            BD=block,
-            BT=rows,
-            BITS=parts.bits,
-            REACH=reach_of(parts),
-            ROW_BYTES=packed_length(size, bits=parts.bits),
-            GROUP=parts.group_size,
-            BY_TOKEN=parts.axis == "token",
-            WHOLE_GROUPS=whole_groups(parts, block),
-            ZERO=ZERO_CODES[parts.zero],
-            STEP_KIND=step_kind(parts),
-            STAGES=len(parts.stages),
-            RANK=rank,
-            BR=max(16, triton.next_power_of_2(max(1, rank))),
-            WIDE=wide,
-            PRECISION=products(out.dtype, out.device),
-            AS_BYTES=out.dtype == E4M3,
+            *plan.arguments,
             INTERLEAVED=rope is not None and rope.interleaved,
             PAIRS=0 if rope is None else rope.pairs,
             ALIGN=row_alignment(out),
-            num_warps=8 if parts.rotation is not None else 4,
-            enable_fp_fusion=False,  # the same roundings as the reference
+            LOOP=stretch > plan.rows,
+            **plan.options,
         )
+
+
+class _Plan(NamedTuple):
+    """What a launch has whatever it writes to."""
+
+    rows: int
+    longest: int
+    arguments: list[Any]
+    options: dict[str, Any]
+
+
+_plans: weakref.WeakKeyDictionary[Parts, dict[Hashable, _Plan]] = weakref.WeakKeyDictionary()
+
+
+def _planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
+    """Kept as long as ``parts`` where it holds no tensor that ``parts`` does not."""
+    kept = _plans.get(parts)
+    plan = None if kept is None else kept.get(dtype)
+    if plan is None:
+        plan = _plan(parts, dtype, device)
+        if _as_stored(parts):
+            _plans.setdefault(parts, {})[dtype] = plan
+    return plan
+
+
+def _as_stored(parts: Parts) -> bool:
+    low = parts.low_rank
+    return (low is None or low.places is None) and all(
+        tensor.is_contiguous() for tensor in walk_tensors(parts)
+    )
+
+
+def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
+    size = parts.head_dim
+    wide = dtype == torch.float32
+    low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
+    rank = 0 if low is None else low.codes.shape[3]
+    matrix = None
+    if parts.rotation is not None:
+        kind = torch.float32 if wide else torch.float16
+        matrix = signs(parts.rotation, device=device, dtype=kind)
+    load = _load(parts)
+    block = max(16, triton.next_power_of_2(size))
+    rows = max(16, min(128, ELEMENTS[load] // block))
+    arguments = [
+        parts.steps.shape[2],
+        parts.codes.contiguous(),
+        as_bytes(parts.steps.contiguous()),
+        _whole(parts.scale),
+        _whole(parts.zeros),
+        *_stage_arguments(parts),
+        None if low is None else low.codes.contiguous(),
+        None if low is None else low.scales.contiguous(),
+        None if low is None else low.basis.contiguous(),
+        matrix,
+        1.0 / math.sqrt(size),
+    ]
+    options = {
+        "D": size,
+        "BD": block,
+        "BT": rows,
+        "BITS": parts.bits,
+        "REACH": reach_of(parts),
+        "ROW_BYTES": packed_length(size, bits=parts.bits),
+        "GROUP": parts.group_size,
+        "BY_TOKEN": parts.axis == "token",
+        "WHOLE_GROUPS": whole_groups(parts, block),
+        "ZERO": ZERO_CODES[parts.zero],
+        "STEP_KIND": step_kind(parts),
+        "STAGES": len(parts.stages),
+        "RANK": rank,
+        "BR": max(16, triton.next_power_of_2(max(1, rank))),
+        "WIDE": wide,
+        "PRECISION": products(dtype, device),
+        "AS_BYTES": dtype == E4M3,
+        "num_warps": WARPS[load],
+        "enable_fp_fusion": False,  # the same roundings as the reference
+    }
+    return _Plan(rows, LONGEST[load], arguments, options)
+
+
+def _load(parts: Parts) -> str:
+    """What weighs most in a block, for its size."""
+    if parts.low_rank is not None:
+        return "low_rank"
+    if parts.rotation is not None:
+        return "rotated"
+    return "stages" if parts.stages else "plain"
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _kernel(
-    out,
-    out_b,
-    out_h,
-    out_t,
-    out_d,
-    heads,
-    tokens,
-    time_groups,
-    packed,
-    steps,
-    scale,
-    zeros,
-    factor,
-    ids0,
-    table0,
-    size0,
-    ids1,
-    table1,
-    size1,
-    ids2,
-    table2,
-    size2,
-    ids3,
-    table3,
-    size3,
-    low_codes,
-    low_scales,
-    basis,
-    matrix,
-    matrix_scale,
-    cos,
-    sin,
-    rope_rows,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BITS: tl.constexpr,
-    REACH: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    WHOLE_GROUPS: tl.constexpr,
-    ZERO: tl.constexpr,
-    STEP_KIND: tl.constexpr,
-    STAGES: tl.constexpr,
-    RANK: tl.constexpr,
-    BR: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    AS_BYTES: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+    out, out_b, out_h, out_t, out_d, heads, tokens, stretch, factor, cos, sin, rope_rows,
+    time_groups, packed, steps, scale, zeros,
+    ids0, table0, size0, ids1, table1, size1, ids2, table2, size2, ids3, table3, size3,
+    low_codes, low_scales, basis, matrix, matrix_scale,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr, REACH: tl.constexpr,
+    ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
+    STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr, ALIGN: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    channel = tl.arange(0, BD)
+    turn = None
+    if matrix is not None:
+        square = matrix + channel[:, None] * D + channel[None, :]
+        turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0)
+    span = None
+    if RANK > 0:
+        span = low_rank_span(basis, head, channel, D, RANK, BR, WIDE)
+    base = (head // heads) * out_b + (head % heads) * out_h
+    base = tl.multiple_of(base, ALIGN)
+    begin = tl.program_id(0) * stretch
+    if LOOP:
+        for start in range(begin, tl.minimum(begin + stretch, tokens), BT):
+            _block(
+                out, out_t, out_d, base, heads, head, start, tokens, factor, cos, sin,
+                rope_rows, time_groups, packed, steps, scale, zeros, ids0, table0, size0, ids1,
+                table1, size1, ids2, table2, size2, ids3, table3, size3, low_codes, low_scales,
+                span, turn, matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN,
+                WHOLE_GROUPS, ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION, AS_BYTES,
+                INTERLEAVED, PAIRS,
+            )  # fmt: skip
+    else:  # a loop of one step would take more registers
+        _block(
+            out, out_t, out_d, base, heads, head, begin, tokens, factor, cos, sin, rope_rows,
+            time_groups, packed, steps, scale, zeros, ids0, table0, size0, ids1, table1, size1,
+            ids2, table2, size2, ids3, table3, size3, low_codes, low_scales, span, turn,
+            matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS,
+            ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _block(
+    out, out_t, out_d, base, heads, head, start, tokens, factor, cos, sin, rope_rows,
+    time_groups, packed, steps, scale, zeros,
+    ids0, table0, size0, ids1, table1, size1, ids2, table2, size2, ids3, table3, size3,
+    low_codes, low_scales, span, turn, matrix_scale,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr, REACH: tl.constexpr,
+    ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
+    STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    channel = tl.arange(0, BD)
+    token = start + tl.arange(0, BT)
     live = token < tokens
     row = head * tokens + token
-    channel = tl.arange(0, BD)
     inside = live[:, None] & (channel < D)[None, :]
 
     values = dequantize_block(
@@ -180,9 +245,7 @@ def _kernel(
     if STAGES > 3:
         values += centroids_block(ids3, table3, size3, head, row, live, inside, channel, D)
 
-    if matrix is not None:
-        square = matrix + channel[:, None] * D + channel[None, :]
-        turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0)
+    if turn is not None:
         if WIDE:
             values = tl.dot(values, turn, input_precision=PRECISION) * matrix_scale
         else:
@@ -192,18 +255,14 @@ def _kernel(
             values = tl.dot(halves, turn) * (largest * matrix_scale)[:, None]
 
     if RANK > 0:
-        values += low_rank_block(
-            low_codes, low_scales, basis, head, row, live, channel, D, RANK, BR, WIDE, PRECISION
-        )
+        values += low_rank_rows(low_codes, low_scales, span, row, live, RANK, BR, WIDE, PRECISION)
 
     if PAIRS > 0:
-        first = (head // heads) * rope_rows
-        values = turned_block(values, cos, sin, first, token, live, INTERLEAVED, PAIRS, BT, BD)
+        line = (head // heads) * rope_rows
+        values = turned_block(values, cos, sin, line, token, live, INTERLEAVED, PAIRS, BT, BD)
 
     if factor is not None:
         values = values * tl.load(factor + head)
-    base = (head // heads) * out_b + (head % heads) * out_h
-    base = tl.multiple_of(base, ALIGN)
     target = out + base + token[:, None].to(tl.int64) * out_t + channel[None, :] * out_d
     store_block(target, values, inside, AS_BYTES)
 
