@@ -56,6 +56,7 @@ def test_results_file_has_the_promised_shape(tmp_path: Path) -> None:
     write_json(tmp_path / "results.json", results.as_json())
     read = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
     wanted = {"study", "command", "seed", "device", "versions", "protocol", "rows", "summary"}
+    wanted |= {"not_available"}
     assert set(read) == wanted
     assert read["rows"][0] == {
         "case": "clip-0",

@@ -202,6 +202,8 @@ def show(results: Results, out: Path, *, as_json: bool) -> None:
         return
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     console.print(table(results))
+    for name, why in results.not_available.items():
+        print(f"{name} is not available: {why}")
     print(f"written  {out / 'results.json'}\nreport   {page}")
 
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from videokv.report.figures.from_folder import frames_of, read_folder, save_figures
+from videokv.report.figures.from_folder import SHOWN_CLIPS, frames_of, read_folder, save_figures
 from videokv.report.page import MAX_PAGE_BYTES
 from videokv.report.plots import recipe_plot
 from videokv.report.study_columns import column_of
@@ -144,7 +144,10 @@ def _caution(results: Results) -> str:
 def _protocol(results: Results) -> str:
     if results.protocol == "none":
         return "No frames are compared."
-    return f"Frames that metrics see: {results.protocol}. PSNR: mean over frames of the dB of each."
+    said = f"Frames that metrics see: {results.protocol}. PSNR: mean over frames of the dB of each."
+    for name, why in results.not_available.items():
+        said += f" {column_of(name)[0]} is not available: {why}."
+    return said
 
 
 def _plots(results: Results) -> str:
@@ -232,6 +235,8 @@ def _figure(path: Path) -> str:
 
 def _videos(folder: Path, made: Sequence[Path]) -> list[str]:
     scenes = []
+    more = len(read_folder(folder).recipes) - SHOWN_CLIPS
+    left_out = f" The first {SHOWN_CLIPS} caches; {more} more are in the table." if more > 0 else ""
     for number in range(VIDEO_CLIPS):
         found = frames_of(folder, case_name(number))
         if REFERENCE in found:
@@ -244,7 +249,8 @@ def _videos(folder: Path, made: Sequence[Path]) -> list[str]:
     broad, narrow = encode_video(scenes), encode_video(scenes, columns=PHONE_COLUMNS)
     shown = [
         f'<figure class="wide">{_video(broad, "broad")}{_video(narrow, "narrow")}<figcaption>'
-        "Generated frames only, the same actions and noise everywhere.</figcaption></figure>"
+        f"Generated frames only, the same actions and noise everywhere.{left_out}</figcaption>"
+        "</figure>"
     ]
     for path in made:
         if path.suffix == ".mp4":
