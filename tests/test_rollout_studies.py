@@ -94,6 +94,7 @@ def test_a_deadline_leaves_all_recipes_of_fewer_clips(calls, tmp_path, monkeypat
 def test_chunk_rows(calls, tmp_path) -> None:
     found = run_rollouts(plan(tmp_path, "rtn-2bit", chunk_rows=True)).summary
     assert [s.metric for s in found if "chunk_0" in s.metric] == [
+        *("sharpness_chunk_01", "sharpness_chunk_02") * 2,  # of the reference, of the other
         "psnr_chunk_01_db",
         "psnr_chunk_02_db",
     ]
@@ -161,7 +162,10 @@ def test_the_commands(calls, capsys, tmp_path, options) -> None:
     assert read["study"] == options[0] and read["command"].startswith("videokv ")
     studies_fakes.check_schema(tmp_path / "o" / "results.json")
     drawn = {p.stem for p in (tmp_path / "o" / "figures").glob("*.svg")}
-    more = {"tradeoff": {"tradeoff_psnr_db", "tradeoff_ssim"}, "longrun": {"psnr_db_by_chunk"}}
+    more = {
+        "tradeoff": {"tradeoff_psnr_db", "tradeoff_ssim"},
+        "longrun": {"psnr_db_by_chunk", "sharpness_by_chunk"},
+    }
     assert drawn == {"frames"} | more.get(options[0], set())
     for suffix in (".png", ".json"):
         assert {p.stem for p in (tmp_path / "o" / "figures").glob(f"*{suffix}")} == drawn

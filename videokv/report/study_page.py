@@ -12,7 +12,7 @@ from string import Template
 from videokv.report.figures.from_folder import SHOWN_CLIPS, frames_of, read_folder, save_figures
 from videokv.report.page import MAX_PAGE_BYTES
 from videokv.report.plots import recipe_plot
-from videokv.report.study_columns import column_of
+from videokv.report.study_columns import column_of, is_of_one_chunk
 from videokv.report.video import Panel, Scene, encode_video
 from videokv.studies.demo import case_name
 from videokv.studies.results import (
@@ -57,7 +57,10 @@ FIGURES = {
     "memory": ("Bytes held at 480p", ""),
     "tradeoff_psnr_db": ("PSNR by bits", "Circled: the Pareto front."),
     "tradeoff_ssim": ("SSIM by bits", "Circled: the Pareto front."),
-    "psnr_db_by_chunk": ("PSNR by chunk", ""),
+    "psnr_db_by_chunk": ("PSNR by chunk", "Bars: one standard error, from 8 clips on."),
+    "sharpness_by_chunk": (
+        "Sharpness by chunk", "Bars: one standard error, from 8 clips on. Drift to grey loses it."
+    ),
     "nll_by_chunk": ("NLL by chunk", ""),
 }  # fmt: skip
 WIDE = ("attention_maps", "convexity", "memory")
@@ -171,7 +174,7 @@ def _plots(results: Results) -> str:
 def _table(results: Results) -> str:
     by_case = results.study == "memory"
     metrics = sorted(
-        (m for m in dict.fromkeys(r.metric for r in results.rows) if "psnr_chunk_" not in m),
+        (m for m in dict.fromkeys(r.metric for r in results.rows) if not is_of_one_chunk(m)),
         key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST),
     )
     heads = "".join(_heading(*column_of(name)[:2]) for name in metrics)

@@ -52,7 +52,8 @@ PERCEPTUAL: dict[str, Callable[[Any, Any], float]] = {
 class RolloutPlan:
     """What to run; checked here, before any work. The reference is put first.
 
-    chunk_rows: also give psnr_db of every chunk, as ``psnr_chunk_01_db``, ...
+    chunk_rows: also give psnr_db and sharpness of every chunk, as ``psnr_chunk_01_db``,
+        ``sharpness_chunk_01``, ...
     also: names of ``PERCEPTUAL``, which need weights or packages of their own. One that cannot be
         had is left out, and the results say why; so that it can be had later it needs a new folder.
     workers, ray: see ``workers.run_units``.
@@ -263,6 +264,11 @@ def _measured(
         "ratio": rolled.cache.ratio,
         "seconds_per_chunk": rolled.seconds_per_chunk,
     }
+    if plan.chunk_rows:
+        size = seam.CHUNK_FRAMES
+        for chunk in range(len(frames) // size):
+            part = frames[chunk * size : (chunk + 1) * size]
+            figures[f"sharpness_chunk_{chunk + 1:02d}"] = sharpness(part)
     if item.label != REFERENCE:
         reference = load_frames(frames_path(plan.out, REFERENCE, case))
         figures |= _distances(frames, reference, chunk_rows=plan.chunk_rows)

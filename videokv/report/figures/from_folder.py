@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from videokv.report.figures.curves import nll_by_chunk, psnr_by_chunk, save_by_chunk
+from videokv.report.figures.curves import by_chunk, nll_by_chunk, save_by_chunk
 from videokv.report.figures.frames import save_difference_video, save_frames_side_by_side
 from videokv.report.figures.sets import save_diagnostics, save_memory, save_tradeoff
 from videokv.studies.demo import load_frames
@@ -43,7 +43,10 @@ def save_figures(folder: Path, *, clip: str = "clip-000") -> list[Path]:
     if results.study == "tradeoff":
         made += save_tradeoff(results, out)
     if results.study == "longrun":
-        made += save_by_chunk(psnr_by_chunk(results), out, metric="psnr_db")
+        for metric in ("psnr_db", "sharpness"):
+            means, errors = by_chunk(results, metric)
+            if means:
+                made += save_by_chunk(means, out, metric=metric, errors=errors)
     if (folder / "frames").is_dir():
         made += save_frames(folder, out, clip=clip)
     if not made:
