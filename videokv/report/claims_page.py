@@ -20,7 +20,7 @@ def claims_page(
     """The page as Markdown; the same findings give the same text. device: in words."""
     counts = ", ".join(f"{v}: {sum(j.verdict == v for j in judged)}" for v in VERDICTS)
     undecided = sum(j.finding is not None and j.finding.undecided for j in judged)
-    of_these = f" Of those that do not hold, {undecided} are not decided." if undecided else ""
+    of_these = f" Not decided, of those that do not hold: {undecided}." if undecided else ""
     chunks = "chunk" if plan.chunks == 1 else "chunks"
     lines = [
         "# Which of the papers' claims hold here",
