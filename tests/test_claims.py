@@ -22,7 +22,11 @@ def test_rules_ask_for_two_standard_errors() -> None:
     assert not rules.above([1.0, 1.1], "x", bound=1.04).holds
     assert rules.below([-1.0, -1.1], "x").holds and not rules.below([0.5], "x").holds
     assert rules.above([3.0, -2.0], "x").unclear and not rules.above([-1.0, -1.1], "x").unclear
-    assert rules.within([0.2, -0.4], "x", bound=0.3).holds
+    assert rules.within([0.1, 0.12, -0.1], "x", bound=0.3).holds
+    scattered = rules.within([0.5, -0.4], "x", bound=0.3)
+    assert not scattered.holds and scattered.undecided
+    assert not rules.within([0.5, 0.51], "x", bound=0.3).undecided
+    assert rules.within([0.3], "x", bound=0.3).holds
     assert rules.above([2.0], "x").sem is None and rules.above([2.0], "x").holds
     assert rules.above([1.0, 2.0], "gap", unit="dB").text == "gap: +1.5 ± 0.5 dB"
 
@@ -75,7 +79,8 @@ def test_verdicts_and_the_page(tmp_path: Path) -> None:
     ]
     assert [j.why for j in judged] == ["", "because", "no model", "because"]
     page = claims_page(judged, plan, versions=versions(), device="CPU")
-    assert "1 holds, 1 does not hold here, 2 cannot be tested here" in page
+    assert "Holds: 1, does not hold here: 1, cannot be tested here: 2." in page
+    assert "ot decided" not in page
     assert "yes is \\| so" in page and "f: +1 ± 0.1 dB; n = 8" in page
     assert "because" in page and "videokv claims --quick" in page
     read = json.loads((tmp_path / "c" / "claims.json").read_text())
@@ -86,6 +91,17 @@ def test_too_few_clips_are_given_as_the_reason(tmp_path: Path) -> None:
     claim = fake("few", lambda e: rules.above([3.0, -2.0], "f"))
     (judged,) = judge_all(Evidence(EvidencePlan(tmp_path), say=lambda *_: None), claims=[claim])
     assert judged.verdict == "does not hold here" and "not decided by n = 2" in judged.why
+    page = claims_page([judged], EvidencePlan(tmp_path), versions=versions(), device="CPU")
+    assert "does not hold here: 1" in page and "of those that do not hold: 1." in page
+    assert json.loads((tmp_path / "claims.json").read_text())[0]["undecided"] is True
+
+
+def test_a_worse_full_metric_does_not_speak_against_the_diagonal(monkeypatch, tmp_path) -> None:
+    (claim,) = (c for c in CLAIMS if c.key == "diagonal")
+    evidence = Evidence(EvidencePlan(tmp_path), say=lambda *_: None)
+    for gain, verdict in ((-2.0, "holds"), (2.0, "does not hold here")):
+        monkeypatch.setattr(evidence, "rolled", lambda *_, gain=gain: (gain, gain + 0.01))
+        assert judge(claim, evidence).verdict == verdict
 
 
 def test_closed_form_claims_hold(tmp_path: Path) -> None:
@@ -157,4 +173,4 @@ def test_missing_figures_are_said(tmp_path: Path) -> None:
     from videokv.studies.results import Results
 
     with pytest.raises(rules.Untestable, match="no psnr_db of 'a'"):
-        evidence.column(Results("x", "", 0, "cpu", {}, ()), "psnr_db", "a")
+        evidence._column(Results("x", "", 0, "cpu", {}, ()), "psnr_db", "a")

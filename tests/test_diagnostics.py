@@ -147,6 +147,30 @@ def test_bad_calls_are_refused() -> None:
         Past(past.keys, past.values, past.held[:1])
 
 
+def test_unequal_shapes_are_refused_in_words() -> None:
+    query, past, now = case(3, dtype=torch.float32)
+    short = Segment(now.keys, now.values[:, :, 1:])
+    for wrong in (Segment(now.keys[..., 1:], now.values), short, Segment(now.keys[:1], now.values)):
+        with pytest.raises(ValueError, match="current keys and values must be"):
+            diagnose(query, past, wrong, scale=SCALE)
+    held = tuple(Segment(s.keys[..., 1:], s.values) for s in past.held)
+    with pytest.raises(ValueError, match="held keys and values must be"):
+        diagnose(query, Past(past.keys, past.values, held), now, scale=SCALE)
+    with pytest.raises(ValueError, match="floating point"):
+        diagnose(query.int(), past, now, scale=SCALE)
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    query, past, now = case(4, dtype=torch.float32)
+    broken = past.held[0].keys.clone()
+    broken[0, 0, 0, 0] = math.nan
+    held = (Segment(broken, past.held[0].values), *past.held[1:])
+    with pytest.raises(ValueError, match="held_mass.*must be finite"):
+        diagnose(query, Past(past.keys, past.values, held), now, scale=SCALE)
+    with pytest.raises(ValueError, match="must be finite"):
+        diagnose(query, past, now, scale=math.inf)
+
+
 def test_energy_of_known_spectra() -> None:
     assert cumulative_energy(torch.diag(torch.tensor([1.0, 6.0, 3.0]))).tolist() == pytest.approx(
         [0.6, 0.9, 1.0]

@@ -52,8 +52,14 @@ def test_curves_by_chunk_and_energy(tmp_path) -> None:
     rows = [Row(f"chunk-00{i}", "bf16", "nll", 2.0 + i) for i in (1, 2)]
     rows += [Row("clip-000", "a", f"psnr_chunk_0{i}_db", 30.0 - i) for i in (1, 2)]
     results = Results("x", "", 0, "cpu", {}, tuple(rows))
-    nll, psnr = curves.nll_by_chunk(results), curves.psnr_by_chunk(results)
-    assert nll == {"bf16": [3.0, 4.0]} and psnr == {"a": [29.0, 28.0]}
+    nll = curves.nll_by_chunk(results)
+    assert nll == {"bf16": [3.0, 4.0]}
+    assert curves.by_chunk(results, "psnr_db") == ({"a": [29.0, 28.0]}, {})
+    rows = [Row(f"clip-{n}", "a", f"sharpness_chunk_0{i}", n + i) for n in range(8) for i in (1, 2)]
+    means, errors = curves.by_chunk(Results("x", "", 0, "cpu", {}, tuple(rows)), "sharpness")
+    assert means == {"a": [4.5, 5.5]} and errors["a"] == pytest.approx([0.866, 0.866], abs=1e-3)
+    drawn = whole(curves.save_by_chunk(means, tmp_path, metric="sharpness", errors=errors))
+    assert drawn["errors"] == errors
     assert whole(curves.save_by_chunk(nll, tmp_path, metric="nll"))["values"] == nll
     with pytest.raises(ValueError, match="same number"):
         curves.save_by_chunk({"a": [1.0], "b": []}, tmp_path, metric="nll")

@@ -101,3 +101,29 @@ def test_unreadable_paths_are_named(tmp_path) -> None:
     for name in ("empty", "broken.mp4", "broken.npz", "missing.mp4"):
         with pytest.raises(ValueError, match=name):
             read_frames(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        np.zeros((2, 0, 5, 3), np.uint8),
+        torch.zeros(2, 5, 0, 3),
+        np.full((1, 2, 2, 3), "a"),
+        np.empty((1, 2, 2, 3), object),
+        [[[[0.0, 0.0, 0.0]]]],
+        torch.zeros(1, 2, 2, 3, dtype=torch.float8_e4m3fn),
+    ],
+    ids=["no rows", "no columns", "text", "objects", "list", "float8"],
+)
+def test_what_is_no_clip_is_refused_in_words(frames) -> None:
+    for measure in (lambda: psnr(frames, frames), lambda: sharpness(frames)):
+        with pytest.raises(ValueError, match="expected"):
+            measure()
+
+
+def test_any_strides_and_byte_order_are_read() -> None:
+    a, b = clip(), clip(1)
+    expected = psnr(a, b).psnr_pooled_db
+    assert psnr(a[::-1], b[::-1]).psnr_pooled_db == pytest.approx(expected)
+    unit = [(x / 255).astype(">f8") for x in (a, b)]
+    assert psnr(*unit).psnr_pooled_db == pytest.approx(expected)

@@ -10,9 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+import studies_fakes
 
 from videokv.studies.journal import JOURNAL_NAME, LOCK_NAME, Journal
-from videokv.studies.results import Results, Row, paired_difference, summarize, write_json
+from videokv.studies.results import (
+    Results,
+    Row,
+    paired_difference,
+    read_results,
+    summarize,
+    write_json,
+)
 
 SETTINGS = {"study": "demo", "clips": 2, "seed": 0}
 
@@ -56,6 +64,7 @@ def test_results_file_has_the_promised_shape(tmp_path: Path) -> None:
     write_json(tmp_path / "results.json", results.as_json())
     read = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
     wanted = {"study", "command", "seed", "device", "versions", "protocol", "rows", "summary"}
+    wanted |= {"not_available"}
     assert set(read) == wanted
     assert read["rows"][0] == {
         "case": "clip-0",
@@ -182,3 +191,13 @@ def start_child(folder: Path, work: str) -> subprocess.Popen:
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "held\n"
     return child
+
+
+def test_committed_results_of_studies_satisfy_the_schema() -> None:
+    folder = Path(__file__).parent.parent / "benchmarks" / "results"
+    parts = {"study", "command", "rows", "summary"}
+    studies = [p for p in sorted(folder.glob("*.json")) if parts <= set(json.loads(p.read_text()))]
+    assert studies
+    for path in studies:
+        studies_fakes.check_schema(path)
+        read_results(path)

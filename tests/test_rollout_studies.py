@@ -6,8 +6,9 @@ import pytest
 import studies_fakes
 
 from videokv import cli
+from videokv.metrics import NotAvailable
 from videokv.studies import grids, rollouts
-from videokv.studies.results import Results, Row
+from videokv.studies.results import Results, Row, read_results
 from videokv.studies.rollouts import RolloutPlan, run_rollouts
 from videokv.studies.variants import Variant, checked, variant
 
@@ -93,6 +94,7 @@ def test_a_deadline_leaves_all_recipes_of_fewer_clips(calls, tmp_path, monkeypat
 def test_chunk_rows(calls, tmp_path) -> None:
     found = run_rollouts(plan(tmp_path, "rtn-2bit", chunk_rows=True)).summary
     assert [s.metric for s in found if "chunk_0" in s.metric] == [
+        *("sharpness_chunk_01", "sharpness_chunk_02") * 2,  # of the reference, of the other
         "psnr_chunk_01_db",
         "psnr_chunk_02_db",
     ]
@@ -160,12 +162,15 @@ def test_the_commands(calls, capsys, tmp_path, options) -> None:
     assert read["study"] == options[0] and read["command"].startswith("videokv ")
     studies_fakes.check_schema(tmp_path / "o" / "results.json")
     drawn = {p.stem for p in (tmp_path / "o" / "figures").glob("*.svg")}
-    more = {"tradeoff": {"tradeoff_psnr_db", "tradeoff_ssim"}, "longrun": {"psnr_db_by_chunk"}}
+    more = {
+        "tradeoff": {"tradeoff_psnr_db", "tradeoff_ssim"},
+        "longrun": {"psnr_db_by_chunk", "sharpness_by_chunk"},
+    }
     assert drawn == {"frames"} | more.get(options[0], set())
     for suffix in (".png", ".json"):
         assert {p.stem for p in (tmp_path / "o" / "figures").glob(f"*{suffix}")} == drawn
     page = (tmp_path / "o" / "report.html").read_text()
-    assert options[0] in page and "<video" in page and "<table" in page and "http" not in page
+    assert options[0] in page and "<video" in page and "<table" in page and "://" not in page
     assert cli.main([*options, "--clips", "1", "--out", "o", "--device", "cpu"]) == 0
     assert "bf16" in capsys.readouterr().out
 
@@ -178,12 +183,17 @@ def test_more_metrics_where_they_are_available(calls, tmp_path, monkeypatch, cap
         plan(tmp_path, "rtn-2bit", also=("vmaf",))
 
     def missing(x, y):
-        raise ValueError("no weights here")
+        raise NotAvailable("no <weights> here")
 
     monkeypatch.setitem(rollouts.PERCEPTUAL, "lpips_alex", missing)
-    calls.clear()
-    assert cli.main(["compare", "--recipes", "rtn-2bit", "--also", "lpips_alex"]) == 2
-    assert "no weights here" in capsys.readouterr().err and not calls
+    options = ["compare", "--recipes", "rtn-2bit", "--also", "lpips_alex,flip", "--clips", "1"]
+    assert cli.main([*options, "--out", "o", "--device", "cpu"]) == 0
+    assert "lpips_alex is not available: no <weights> here" in capsys.readouterr().out
+    written = read_results(tmp_path / "o" / "results.json")
+    assert written.not_available == {"lpips_alex": "no <weights> here"}
+    assert written.find("rtn-2bit", "flip") and not written.find("rtn-2bit", "lpips_alex")
+    page = (tmp_path / "o" / "report.html").read_text()
+    assert "LPIPS Alex is not available: no &lt;weights&gt; here" in page
 
 
 def test_figures_of_a_finished_folder(calls, capsys, tmp_path) -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from videokv.report import study_page
+from videokv.report.figures.from_folder import frames_of
 from videokv.report.run_options import RunOptions, with_run_options
 from videokv.report.study_columns import STUDY_COLUMNS, column_of
 from videokv.report.study_page import build_study_page, write_study_page
 from videokv.studies.demo import case_name, frames_path, save_frames
 from videokv.studies.results import Results, Row, write_json
+from videokv.studies.variants import path_name
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 NASTY = "a<b>&\"'"
@@ -43,14 +45,14 @@ def folder(tmp_path: Path, found: Results) -> Path:
     for name in found.recipes:
         frames = np.random.default_rng(1).integers(0, 255, (6, 24, 32, 3)).astype(np.uint8)
         for n in range(2):
-            save_frames(frames_path(tmp_path, name, case_name(n)), frames)
+            save_frames(frames_path(tmp_path, path_name(name), case_name(n)), frames)
     return tmp_path
 
 
 def test_everything_from_outside_is_escaped() -> None:
     page = build_study_page(results(name=NASTY))
     assert "a<b>" not in page and "a&lt;b&gt;&amp;" in page
-    assert "http" not in page and 'name="viewport"' in page
+    assert "://" not in page and 'name="viewport"' in page
 
 
 def test_errors_and_units_are_there() -> None:
@@ -90,6 +92,19 @@ def test_the_shared_options_reach_the_command() -> None:
 
     command(more=2, out=Path("x"), clips=1, seed=5, device="cpu", workers=2, ray=None, as_json=True)
     assert seen == [(2, RunOptions(Path("x"), 1, 3, 5, "cpu", 2, None, True))]
+
+
+def test_videos_show_the_caches_of_the_results_by_their_labels(tmp_path: Path) -> None:
+    name = "quarot-2bit g64+taylor"
+    place = folder(tmp_path, results(name=name))
+    stale = np.zeros((6, 24, 32, 3), np.uint8)
+    save_frames(frames_path(tmp_path, "left-from-before", case_name(0)), stale)
+    assert list(frames_of(place, case_name(0))) == ["bf16", name, "rtn-4bit"]
+    assert "more are in the table" not in write_study_page(place).read_text()
+    rows = [Row(case_name(0), r, "psnr_db", 1.0) for r in ("bf16", *(f"r{n}" for n in range(9)))]
+    place = folder(tmp_path, Results("compare", "c", 0, "cpu", {}, tuple(rows)))
+    assert len(frames_of(place, case_name(0))) == 8
+    assert "The first 8 caches; 2 more are in the table." in write_study_page(place).read_text()
 
 
 @pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="no chromium to render the page with")

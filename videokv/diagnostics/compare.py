@@ -98,7 +98,9 @@ def diagnose(query: Tensor, past: Past, current: Segment, *, scale: float) -> Di
     outputs of ``[B, Hq, M, Dv]``.
 
     Raises:
-        ValueError: shapes disagree, the current chunk carries noise, or there are no queries.
+        ValueError: shapes disagree, the current chunk carries noise, there are no queries, or a
+            figure is not finite: NaN or infinity in what was given, which ``token_shift`` alone
+            would not show.
     """
     _check(query, past, current)
     # A model's autocast would run these products in bfloat16.
@@ -107,7 +109,15 @@ def diagnose(query: Tensor, past: Past, current: Segment, *, scale: float) -> Di
             _diagnose_rows(rows, past, current, scale) for rows in query.split(ROWS_AT_ONCE, dim=2)
         ]
     names = [field.name for field in dataclasses.fields(Diagnosis)]
-    return Diagnosis(**{n: torch.cat([getattr(part, n) for part in parts], 2) for n in names})
+    found = {n: torch.cat([getattr(part, n) for part in parts], 2) for n in names}
+    whole = torch.stack([torch.isfinite(x).all() for x in found.values()]).tolist()
+    broken = [n for n, finite in zip(names, whole, strict=True) if not finite]
+    if broken:
+        raise ValueError(
+            f"{', '.join(broken)} came out as NaN or infinity; queries, keys, values and the scale "
+            "must be finite"
+        )
+    return Diagnosis(**found)
 
 
 def _check(query: Tensor, past: Past, current: Segment) -> None:
@@ -120,11 +130,16 @@ def _check(query: Tensor, past: Past, current: Segment) -> None:
         )
     if current.noise:
         raise ValueError("the current chunk is exact; give it noise=()")
-    if current.keys.shape[1] != heads or current.values.shape[3] != past.values.shape[3]:
-        raise ValueError(
-            f"past and current must agree in heads and value size, got {tuple(past.keys.shape)}, "
-            f"{tuple(current.keys.shape)}, {tuple(current.values.shape)}"
-        )
+    if not query.is_floating_point():
+        raise ValueError(f"query must be floating point, got {query.dtype}")
+    for name, part in (("current", current), *(("held", part) for part in past.held)):
+        outer = (past.keys.shape[0], heads, part.keys.shape[2])
+        keys, values = (*outer, size), (*outer, past.values.shape[3])
+        if part.keys.shape != keys or part.values.shape != values:
+            raise ValueError(
+                f"{name} keys and values must be {keys} and {values}, as the exact past is, got "
+                f"{tuple(part.keys.shape)} and {tuple(part.values.shape)}"
+            )
 
 
 class _Sums:

@@ -17,16 +17,17 @@ Frames = Tensor | NDArray[np.generic]
 def unit_frames(frames: Frames, *, name: str = "frames") -> Tensor:
     """Check a clip ``[T, H, W, 3]`` and return it as float64 ``[T, 3, H, W]`` in [0, 1].
 
-    Raises ValueError where the shape, the dtype or the range is another one.
+    Raises ValueError where the kind, the shape, the dtype or the range is another one.
     """
-    x = torch.as_tensor(frames)
-    if x.ndim != 4 or x.shape[-1] != 3 or x.shape[0] < 1:
+    x = _as_tensor(frames, name)
+    if x.ndim != 4 or x.shape[-1] != 3 or not x.numel():
         raise ValueError(
-            f"{name}: expected at least one RGB frame as [T, H, W, 3], got shape {tuple(x.shape)}"
+            f"{name}: expected at least one RGB frame as [T, H, W, 3] with pixels in it, got shape "
+            f"{tuple(x.shape)}"
         )
     if x.dtype == torch.uint8:
         unit = x.to(torch.float64) / 255
-    elif x.is_floating_point():
+    elif x.is_floating_point() and x.element_size() > 1:  # float8 cannot even be compared
         unit = _checked_range(x, name).to(torch.float64)
     else:
         raise ValueError(
@@ -38,13 +39,29 @@ def unit_frames(frames: Frames, *, name: str = "frames") -> Tensor:
 
 def unit_pair(a: Frames, b: Frames) -> tuple[Tensor, Tensor]:
     """Two clips of equal shape as float64 ``[T, 3, H, W]`` on one device; ValueError if unequal."""
-    if tuple(a.shape) != tuple(b.shape):
+    first, second = _as_tensor(a, "first clip"), _as_tensor(b, "second clip")
+    if first.shape != second.shape:
         raise ValueError(
-            f"the two clips must have the same frames and size, got {tuple(a.shape)} and "
-            f"{tuple(b.shape)}; cut or scale one of them first"
+            f"the two clips must have the same frames and size, got {tuple(first.shape)} and "
+            f"{tuple(second.shape)}; cut or scale one of them first"
         )
-    x, y = unit_frames(a, name="first clip"), unit_frames(b, name="second clip")
+    x, y = unit_frames(first, name="first clip"), unit_frames(second, name="second clip")
     return x, y.to(x.device)
+
+
+def _as_tensor(frames: Frames, name: str) -> Tensor:
+    """Any strides and byte order; ValueError where ``frames`` is no array of numbers."""
+    if isinstance(frames, Tensor):
+        return frames
+    if not isinstance(frames, np.ndarray):
+        raise ValueError(f"{name}: expected a tensor or a numpy array, got {type(frames).__name__}")
+    native = frames.astype(frames.dtype.newbyteorder("="), copy=False)
+    try:
+        return torch.as_tensor(np.ascontiguousarray(native))
+    except TypeError as error:
+        raise ValueError(
+            f"{name}: expected uint8 (0..255) or floating point in [0, 1], got {frames.dtype}"
+        ) from error
 
 
 def _checked_range(x: Tensor, name: str) -> Tensor:

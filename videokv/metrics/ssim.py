@@ -29,6 +29,10 @@ def ssim(frames: Frames, reference: Frames, *, variant: Variant = "gaussian") ->
 def ssim_per_frame(frames: Frames, reference: Frames, *, variant: Variant = "gaussian") -> Tensor:
     """SSIM of each frame ``[T]``: the mean over RGB and pixels.
 
+    Pixels at the border count, looked at through a mirror (Gaussian) or with zeros beyond it
+    (qvg), as torchmetrics has it. scikit-image leaves out the 5 pixels next to the border: its
+    mean is another one by some 1e-4, its values at the other pixels are the same.
+
     Raises ValueError on unequal shapes, values out of range, and frames under 11 pixels a side.
     """
     if variant not in ("gaussian", "qvg"):

@@ -18,12 +18,16 @@ def claims_page(
     judged: Sequence[Judged], plan: EvidencePlan, *, versions: Mapping[str, str], device: str
 ) -> str:
     """The page as Markdown; the same findings give the same text. device: in words."""
-    counts = ", ".join(f"{sum(j.verdict == v for j in judged)} {v}" for v in VERDICTS)
+    counts = ", ".join(f"{v}: {sum(j.verdict == v for j in judged)}" for v in VERDICTS)
+    undecided = sum(j.finding is not None and j.finding.undecided for j in judged)
+    of_these = f" Not decided, of those that do not hold: {undecided}." if undecided else ""
     chunks = "chunk" if plan.chunks == 1 else "chunks"
     lines = [
         "# Which of the papers' claims hold here",
         "",
-        f"Made by `{plan.command} --page docs/claims.md`; do not edit. {counts}.",
+        f"Made by `{plan.command} --page docs/claims.md`; do not edit.",
+        "",
+        f"{counts[0].upper()}{counts[1:]}.{of_these}",
         "",
         f"*Here* is the shipped world model (15.8 M parameters, 8 layers, 3 heads of 128): "
         f"{plan.clip_count} clips, {plan.chunks} generated {chunks} of 324 tokens after 2 of real "

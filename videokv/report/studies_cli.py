@@ -16,6 +16,7 @@ from rich.table import Table
 
 from videokv.command_line import command
 from videokv.report.run_options import AsJson, Out, RunOptions, with_run_options
+from videokv.report.study_columns import is_of_one_chunk
 from videokv.studies.results import Results
 from videokv.studies.rollout import MAX_CHUNKS
 from videokv.studies.rollouts import OnUnit
@@ -111,7 +112,7 @@ def longrun(
     *,
     run: RunOptions,
 ) -> None:
-    """As long as the clips last (10 chunks), with the PSNR of every chunk."""
+    """As long as the clips last (10 chunks), with the PSNR and sharpness of every chunk."""
     from videokv.studies.grids import compare_variants
 
     variants = compare_variants(split(recipes))
@@ -202,13 +203,15 @@ def show(results: Results, out: Path, *, as_json: bool) -> None:
         return
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     console.print(table(results))
+    for name, why in results.not_available.items():
+        print(f"{name} is not available: {why}")
     print(f"written  {out / 'results.json'}\nreport   {page}")
 
 
 def table(results: Results, *, hidden: Sequence[str] = HIDDEN) -> Table:
     """Recipes down, metrics across; ± is the standard error, shown from eight cases up."""
     metrics = [m for m in dict.fromkeys(r.metric for r in results.rows) if m not in hidden]
-    metrics = [m for m in metrics if not m.startswith("psnr_chunk_")] or metrics
+    metrics = [m for m in metrics if not is_of_one_chunk(m)] or metrics
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("recipe", no_wrap=True)
     for metric in metrics:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from videokv.report.style import COLUMNS
 
 Column = tuple[str, str, int, float]
@@ -46,4 +48,11 @@ def column_of(metric: str) -> Column:
     """Of any metric: one that is not listed keeps its name and shows four digits."""
     if metric.startswith("psnr_chunk_"):
         return (f"PSNR, chunk {int(metric.split('_')[2])}", "dB to BF16", 2, 1)
+    if metric.startswith("sharpness_chunk_"):
+        return (f"Sharpness, chunk {int(metric.split('_')[2])}", "×1000", 2, 1000)
     return STUDY_COLUMNS.get(metric, (metric.replace("_", " "), "", 4, 1))
+
+
+def is_of_one_chunk(metric: str) -> bool:
+    """Whether it is a figure of one chunk by number; those are drawn, tables leave them out."""
+    return re.search(r"_chunk_\d", metric) is not None

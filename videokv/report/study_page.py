@@ -9,10 +9,10 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from videokv.report.figures.from_folder import frames_of, read_folder, save_figures
+from videokv.report.figures.from_folder import SHOWN_CLIPS, frames_of, read_folder, save_figures
 from videokv.report.page import MAX_PAGE_BYTES
 from videokv.report.plots import recipe_plot
-from videokv.report.study_columns import column_of
+from videokv.report.study_columns import column_of, is_of_one_chunk
 from videokv.report.video import Panel, Scene, encode_video
 from videokv.studies.demo import case_name
 from videokv.studies.results import (
@@ -57,7 +57,10 @@ FIGURES = {
     "memory": ("Bytes held at 480p", ""),
     "tradeoff_psnr_db": ("PSNR by bits", "Circled: the Pareto front."),
     "tradeoff_ssim": ("SSIM by bits", "Circled: the Pareto front."),
-    "psnr_db_by_chunk": ("PSNR by chunk", ""),
+    "psnr_db_by_chunk": ("PSNR by chunk", "Bars: one standard error, from 8 clips on."),
+    "sharpness_by_chunk": (
+        "Sharpness by chunk", "Bars: one standard error, from 8 clips on. Drift to grey loses it."
+    ),
     "nll_by_chunk": ("NLL by chunk", ""),
 }  # fmt: skip
 WIDE = ("attention_maps", "convexity", "memory")
@@ -144,7 +147,10 @@ def _caution(results: Results) -> str:
 def _protocol(results: Results) -> str:
     if results.protocol == "none":
         return "No frames are compared."
-    return f"Frames that metrics see: {results.protocol}. PSNR: mean over frames of the dB of each."
+    said = f"Frames that metrics see: {results.protocol}. PSNR: mean over frames of the dB of each."
+    for name, why in results.not_available.items():
+        said += f" {column_of(name)[0]} is not available: {why}."
+    return said
 
 
 def _plots(results: Results) -> str:
@@ -168,7 +174,7 @@ def _plots(results: Results) -> str:
 def _table(results: Results) -> str:
     by_case = results.study == "memory"
     metrics = sorted(
-        (m for m in dict.fromkeys(r.metric for r in results.rows) if "psnr_chunk_" not in m),
+        (m for m in dict.fromkeys(r.metric for r in results.rows) if not is_of_one_chunk(m)),
         key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST),
     )
     heads = "".join(_heading(*column_of(name)[:2]) for name in metrics)
@@ -232,6 +238,8 @@ def _figure(path: Path) -> str:
 
 def _videos(folder: Path, made: Sequence[Path]) -> list[str]:
     scenes = []
+    more = len(read_folder(folder).recipes) - SHOWN_CLIPS
+    left_out = f" The first {SHOWN_CLIPS} caches; {more} more are in the table." if more > 0 else ""
     for number in range(VIDEO_CLIPS):
         found = frames_of(folder, case_name(number))
         if REFERENCE in found:
@@ -244,7 +252,8 @@ def _videos(folder: Path, made: Sequence[Path]) -> list[str]:
     broad, narrow = encode_video(scenes), encode_video(scenes, columns=PHONE_COLUMNS)
     shown = [
         f'<figure class="wide">{_video(broad, "broad")}{_video(narrow, "narrow")}<figcaption>'
-        "Generated frames only, the same actions and noise everywhere.</figcaption></figure>"
+        f"Generated frames only, the same actions and noise everywhere.{left_out}</figcaption>"
+        "</figure>"
     ]
     for path in made:
         if path.suffix == ".mp4":

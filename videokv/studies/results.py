@@ -12,7 +12,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Results:
 
     protocol: which frames the quality metrics saw, by the names of ``videokv.metrics``; "none"
     where the study compares no frames.
+    not_available: metric that was asked for → why it could not be had.
     """
 
     study: str
@@ -72,6 +73,7 @@ class Results:
     versions: Mapping[str, str]
     rows: tuple[Row, ...]
     protocol: str = "all"
+    not_available: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> tuple[Summary, ...]:
@@ -94,6 +96,7 @@ class Results:
             "device": self.device,
             "versions": dict(self.versions),
             "protocol": self.protocol,
+            "not_available": dict(self.not_available),
             "rows": [asdict(row) for row in self.rows],
             "summary": [asdict(line) for line in self.summary],
         }
@@ -106,6 +109,7 @@ def read_results(path: Path) -> Results:
         return Results(
             read["study"], read["command"], read["seed"], read["device"], read["versions"],
             tuple(Row(**row) for row in read["rows"]), read["protocol"],
+            read.get("not_available", {}),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the results of a study: {error!r}") from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 
 import videokv
 from videokv.devices import resolve_device as resolve_device
-from videokv.metrics import flicker, flip, lpips, psnr, sharpness, ssim
+from videokv.metrics import NotAvailable, flicker, flip, lpips, psnr, sharpness, ssim
 from videokv.outputs import check_folder
 from videokv.studies import rollout as seam
 from videokv.studies.demo import (
@@ -52,8 +52,10 @@ PERCEPTUAL: dict[str, Callable[[Any, Any], float]] = {
 class RolloutPlan:
     """What to run; checked here, before any work. The reference is put first.
 
-    chunk_rows: also give psnr_db of every chunk, as ``psnr_chunk_01_db``, ...
-    also: names of ``PERCEPTUAL``, which need weights or packages of their own.
+    chunk_rows: also give psnr_db and sharpness of every chunk, as ``psnr_chunk_01_db``,
+        ``sharpness_chunk_01``, ...
+    also: names of ``PERCEPTUAL``, which need weights or packages of their own. One that cannot be
+        had is left out, and the results say why; so that it can be had later it needs a new folder.
     workers, ray: see ``workers.run_units``.
     """
 
@@ -106,9 +108,8 @@ def run_rollouts(
     device = resolve_device(plan.device)
     check_folder(plan.out)
     seam.get_clips(plan.clips, seed=plan.seed)  # refuses before any work
-    probe = np.zeros((1, 64, 64, 3), np.uint8)
-    for name in plan.also:
-        PERCEPTUAL[name](probe, probe)  # so does a metric that is not available
+    missing = not_available(plan.also)
+    plan = replace(plan, also=tuple(name for name in plan.also if name not in missing))
     size = min(plan.clips, BATCH_CLIPS[device.type])
     with Journal(plan.out, _fingerprint(plan, device, batch=size), check=unit_rows) as journal:
         for stage in _stages(plan, size):
@@ -120,10 +121,21 @@ def run_rollouts(
             for row in unit_rows(journal.done.get(_key(item, number), {"rows": ()}))
         ]
     results = Results(
-        plan.study, plan.command, plan.seed, str(device), versions(), tuple(rows), protocol="all"
+        plan.study, plan.command, plan.seed, str(device), versions(), tuple(rows), "all", missing
     )
     write_json(plan.out / "results.json", results.as_json())
     return results
+
+
+def not_available(names: Sequence[str]) -> dict[str, str]:
+    """Those of ``PERCEPTUAL`` that cannot be had here, and why."""
+    probe, found = np.zeros((1, 64, 64, 3), np.uint8), {}
+    for name in names:
+        try:
+            PERCEPTUAL[name](probe, probe)
+        except NotAvailable as reason:
+            found[name] = str(reason)
+    return found
 
 
 def _run_stage(
@@ -252,6 +264,11 @@ def _measured(
         "ratio": rolled.cache.ratio,
         "seconds_per_chunk": rolled.seconds_per_chunk,
     }
+    if plan.chunk_rows:
+        size = seam.CHUNK_FRAMES
+        for chunk in range(len(frames) // size):
+            part = frames[chunk * size : (chunk + 1) * size]
+            figures[f"sharpness_chunk_{chunk + 1:02d}"] = sharpness(part)
     if item.label != REFERENCE:
         reference = load_frames(frames_path(plan.out, REFERENCE, case))
         figures |= _distances(frames, reference, chunk_rows=plan.chunk_rows)

@@ -23,13 +23,18 @@ class Variant:
     @property
     def path_name(self) -> str:
         """The label as the name of a folder."""
-        return self.label.replace("/", "_").replace(" ", "_")
+        return path_name(self.label)
 
     def recipe(self) -> Recipe:
         """Raises ValueError naming the option or the nearest recipe."""
         from videokv.recipes import recipe
 
         return recipe(self.base, **dict(self.options))
+
+
+def path_name(label: str) -> str:
+    """The folder in which the frames of a variant with that label are kept."""
+    return label.replace("/", "_").replace(" ", "_")
 
 
 def variant(base: str, label: str | None = None, **options: Any) -> Variant:

@@ -18,7 +18,12 @@ from videokv.studies.variants import REFERENCE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMES = {"psnr_db": "PSNR against BF16, dB", "ssim": "SSIM against BF16", "nll": "NLL, nats"}
+NAMES = {
+    "psnr_db": "PSNR against BF16, dB",
+    "ssim": "SSIM against BF16",
+    "nll": "NLL, nats a token",
+    "sharpness": "mean luminance gradient a pixel",
+}
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,18 @@ def save_tradeoff_curve(
 
 
 def save_by_chunk(
-    values: Mapping[str, Sequence[float]], folder: Path, *, metric: str, first_chunk: int = 1
+    values: Mapping[str, Sequence[float]],
+    folder: Path,
+    *,
+    metric: str,
+    first_chunk: int = 1,
+    errors: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[Path, Path, Path]:
-    """recipe → one value a chunk, as lines (NLL of a prefill, PSNR of a long rollout)."""
+    """recipe → one value a chunk, as lines (NLL of a prefill, PSNR of a long rollout).
+
+    errors: recipe → one standard error a chunk, drawn as bars; recipes may be missing.
+    """
+    errors = {} if errors is None else errors
     lengths = {len(found) for found in values.values()}
     if len(lengths) != 1 or not lengths.pop():
         raise ValueError("every recipe needs the same number of chunks, at least one")
@@ -91,13 +105,19 @@ def save_by_chunk(
         axes = figure.subplots()
         for name, found in values.items():
             x = range(first_chunk, first_chunk + len(found))
-            axes.plot(x, found, marker="o", markersize=3, label=name)
+            bars = errors.get(name)
+            axes.errorbar(
+                x, found, yerr=bars, marker="o", markersize=3, capsize=2, linewidth=1, label=name
+            )
         axes.set_xlabel("chunk")
         axes.set_ylabel(NAMES.get(metric, metric))
         axes.legend(frameon=False, fontsize=8)
         bare(axes)
 
-    data = {"metric": metric, "first_chunk": first_chunk, "values": {k: list(v) for k, v in values.items()}}  # fmt: skip # noqa: E501
+    data: dict[str, object] = {"metric": metric, "first_chunk": first_chunk}
+    data["values"] = {name: list(found) for name, found in values.items()}
+    if errors:
+        data["errors"] = {name: list(found) for name, found in errors.items()}
     return save_figure(folder, f"{metric}_by_chunk", draw, data)
 
 
@@ -114,13 +134,21 @@ def nll_by_chunk(results: Results) -> dict[str, list[float]]:
     }
 
 
-def psnr_by_chunk(results: Results) -> dict[str, list[float]]:
-    """recipe → mean PSNR of each generated chunk, from a long run."""
-    found: dict[str, list[float]] = {}
+def by_chunk(
+    results: Results, metric: str
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """recipe → mean of ``metric`` ("psnr_db", "sharpness") in each generated chunk of a long run,
+    and recipe → its standard errors, where enough clips stand behind them."""
+    stem, _, unit = metric.partition("_")
+    pattern = rf"{stem}_chunk_\d+" + (f"_{unit}" if unit else "")
+    means: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}
     for line in results.summary:
-        if re.fullmatch(r"psnr_chunk_\d+_db", line.metric):
-            found.setdefault(line.recipe, []).append(line.mean)
-    return found
+        if re.fullmatch(pattern, line.metric):
+            means.setdefault(line.recipe, []).append(line.mean)
+            if line.printed_sem is not None:
+                errors.setdefault(line.recipe, []).append(line.printed_sem)
+    return means, {name: found for name, found in errors.items() if len(found) == len(means[name])}
 
 
 def save_query_energy(

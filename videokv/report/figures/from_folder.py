@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from videokv.report.figures.curves import nll_by_chunk, psnr_by_chunk, save_by_chunk
+from videokv.report.figures.curves import by_chunk, nll_by_chunk, save_by_chunk
 from videokv.report.figures.frames import save_difference_video, save_frames_side_by_side
 from videokv.report.figures.sets import save_diagnostics, save_memory, save_tradeoff
-from videokv.studies.demo import GAME, load_frames
+from videokv.studies.demo import load_frames
 from videokv.studies.results import Results, read_results
-from videokv.studies.variants import REFERENCE
+from videokv.studies.variants import REFERENCE, path_name
 
 SHOWN_FRAMES = 6
 SHOWN_CLIPS = 8
@@ -43,7 +43,10 @@ def save_figures(folder: Path, *, clip: str = "clip-000") -> list[Path]:
     if results.study == "tradeoff":
         made += save_tradeoff(results, out)
     if results.study == "longrun":
-        made += save_by_chunk(psnr_by_chunk(results), out, metric="psnr_db")
+        for metric in ("psnr_db", "sharpness"):
+            means, errors = by_chunk(results, metric)
+            if means:
+                made += save_by_chunk(means, out, metric=metric, errors=errors)
     if (folder / "frames").is_dir():
         made += save_frames(folder, out, clip=clip)
     if not made:
@@ -64,15 +67,14 @@ def save_frames(folder: Path, out: Path, *, clip: str) -> list[Path]:
 
 
 def frames_of(folder: Path, clip: str) -> dict[str, Any]:
-    """name → frames ``[T, H, W, 3]`` of up to eight rollouts of a clip, the reference first."""
-    places = folder / "frames"
+    """label → frames ``[T, H, W, 3]`` of a clip: the first eight rollouts of the results, the
+    reference first. What an earlier command left in the folder and the results lack is not shown.
+    """
     found: dict[str, Any] = {}
-    if not places.is_dir():
-        return found
-    for place in sorted(places.iterdir(), key=lambda p: (p.name != REFERENCE, p.name)):
-        path = place / f"{clip}.npz"
-        if place.name != GAME and path.is_file() and len(found) < SHOWN_CLIPS:
-            found[place.name] = load_frames(path)
+    for label in sorted(read_folder(folder).recipes, key=lambda name: name != REFERENCE):
+        path = folder / "frames" / path_name(label) / f"{clip}.npz"
+        if path.is_file() and len(found) < SHOWN_CLIPS:
+            found[label] = load_frames(path)
     return found
 
 

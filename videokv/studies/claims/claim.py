@@ -34,6 +34,11 @@ class Finding:
     unclear: bool = False
 
     @property
+    def undecided(self) -> bool:
+        """Neither shown to hold nor shown not to."""
+        return self.unclear and not self.holds
+
+    @property
     def text(self) -> str:
         error = "" if self.sem is None else f" ± {self.sem:.2g}"
         unit = f" {self.unit}" if self.unit else ""
@@ -83,6 +88,8 @@ def below(values: Sequence[float], figure: str, *, bound: float = 0.0, unit: str
 
 
 def within(values: Sequence[float], figure: str, *, bound: float, unit: str = "") -> Finding:
-    """Holds where the mean lies within ± bound; no error is asked for, the bound is the rule."""
+    """Holds where the mean lies within ± bound by two standard errors: "no difference" is a
+    finding, which few cases that scatter must not make."""
     mean, sem, n = mean_sem_n(values)
-    return Finding(figure, mean, sem, n, abs(mean) <= bound, unit)
+    margin, off = CLEAR_SEMS * (sem or 0.0), abs(mean)
+    return Finding(figure, mean, sem, n, off + margin <= bound, unit, abs(off - bound) < margin)

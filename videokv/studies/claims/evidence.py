@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -235,6 +235,10 @@ class Evidence:
             return _column(self.diagnosis, metric, recipe)
         return _paired(self.diagnosis, metric, recipe, minus)
 
+    def prefilled(self, metric: str, recipe: str, minus: str) -> tuple[float, ...]:
+        """``metric`` of one recipe minus that of another, chunk by chunk of the text."""
+        return _paired(self.prefill, metric, recipe, minus, cases="chunks")
+
 
 def _column(results: Results, metric: str, recipe: str) -> tuple[float, ...]:
     found = tuple(r.value for r in results.rows if (r.recipe, r.metric) == (recipe, metric))
@@ -243,16 +247,13 @@ def _column(results: Results, metric: str, recipe: str) -> tuple[float, ...]:
     return found
 
 
-def _paired(results: Results, metric: str, recipe: str, minus: str) -> tuple[float, ...]:
+def _paired(
+    results: Results, metric: str, recipe: str, minus: str, *, cases: str = "clips"
+) -> tuple[float, ...]:
     found = paired_difference(results.rows, metric=metric, recipe=recipe, reference=minus)
     if len(found) < 2:
         raise Untestable(
-            f"{results.study} has {metric} of both {recipe!r} and {minus!r} for {len(found)} clips "
-            f"({OUT_OF_TIME})"
+            f"{results.study} has {metric} of both {recipe!r} and {minus!r} for {len(found)} "
+            f"{cases} ({OUT_OF_TIME})"
         )
     return found
-
-
-def column(results: Results, metric: str, recipe: str) -> Sequence[float]:
-    """Values of one recipe and metric in the order of the rows."""
-    return _column(results, metric, recipe)

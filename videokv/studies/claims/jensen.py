@@ -12,7 +12,6 @@ from videokv.studies.claims.evidence import (
     PER_CHANNEL,
     SMALL_CORRECTED,
     Evidence,
-    column,
 )
 
 DIAGNOSE = "videokv diagnose --recipes {} {{diagnosed}}"
@@ -125,18 +124,13 @@ def _no_storage(evidence: Evidence) -> Finding:
 
 
 def _language_degrades(evidence: Evidence) -> Finding:
-    gap = np.subtract(
-        column(evidence.prefill, "nll", "rtn-2bit"), column(evidence.prefill, "nll", "bf16")
-    )
-    return above(gap.tolist(), "NLL of rtn-2bit minus bf16", unit="nats a token")
+    gap = evidence.prefilled("nll", "rtn-2bit", "bf16")
+    return above(gap, "NLL of rtn-2bit minus bf16", unit="nats a token")
 
 
 def _language_recovers(evidence: Evidence) -> Finding:
-    gap = np.subtract(
-        column(evidence.prefill, "nll", "rtn-2bit+taylor"),
-        column(evidence.prefill, "nll", "rtn-2bit"),
-    )
-    return below(gap.tolist(), "NLL of rtn-2bit+taylor minus rtn-2bit", unit="nats a token")
+    gap = evidence.prefilled("nll", "rtn-2bit+taylor", "rtn-2bit")
+    return below(gap, "NLL of rtn-2bit+taylor minus rtn-2bit", unit="nats a token")
 
 
 NO_MODEL = (

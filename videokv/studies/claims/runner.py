@@ -30,7 +30,7 @@ class Judged:
         if found is not None:
             figures = {
                 "figure": found.figure, "value": found.value, "sem": found.sem, "n": found.n,
-                "unit": found.unit,
+                "unit": found.unit, "undecided": found.undecided,
             }  # fmt: skip
         return {
             "claim": self.claim.key, "paper": self.claim.paper, "where": self.claim.where,
@@ -72,7 +72,7 @@ def _verdict(claim: Claim, evidence: Evidence) -> tuple[Verdict, Finding | None,
     if finding.holds:
         return "holds", finding, ""
     why = claim.otherwise
-    if finding.unclear:
+    if finding.undecided:
         why = (
             f"not decided by n = {finding.n}: the figure is within two standard errors of its "
             "bound, so more clips may show it either way"
