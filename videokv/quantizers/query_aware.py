@@ -31,7 +31,7 @@ from videokv.quantizers.centroid_residual import (
     Start,
     previous_clusters,
 )
-from videokv.quantizers.inputs import checked
+from videokv.quantizers.inputs import check_count, checked
 from videokv.quantizers.subspace import Subspace, check_moment
 from videokv.tensors import GroupFormat, require_finite
 
@@ -147,8 +147,7 @@ class QueryAware:
     clustering: Clustering = Clustering()
 
     def __post_init__(self) -> None:
-        if self.candidates < 1:
-            raise ValueError(f"candidates must be at least 1, got {self.candidates!r}")
+        check_count("candidates", self.candidates)
         if self.metric not in METRICS:
             raise ValueError(f"metric must be one of {METRICS}, got {self.metric!r}")
         _ = GroupFormat(BITS, self.group_size)
@@ -258,6 +257,7 @@ def build_quantwm(
     """Keys: QSAC and PSAC of ``rank`` (0: without); values: plain k-means, the same codes."""
     if bits != BITS:
         raise ValueError(f"quantwm has {BITS}-bit codes only, got bits={bits!r}")
+    check_count("rank", rank, least=0)
     clustering = Clustering(centroids, iterations, start)
     keys = QueryAware(group_size, candidates, metric, clustering)
     values = QueryAware(group_size, 1, "none", clustering)
