@@ -124,7 +124,7 @@ def directions(world: Rows, shifts: Rows, prefill: Rows) -> None:
     sides = ("output_mse_relative_keys_only", "output_mse_relative_values_only")
     print("| what | difference |")
     print("| --- | --- |")
-    for name in ("rtn-2bit", "quarot-2bit", "qvg-2bit"):
+    for name in (name for name in QUANTIZERS if name in shifts):
         both = zip(*(shifts[name][side] for side in sides), strict=True)
         found = told([a - b for a, b in both], 4, sign=True)
         print(f"| relative output error, keys alone minus values alone, `{name}` | {found} |")
@@ -134,32 +134,50 @@ def directions(world: Rows, shifts: Rows, prefill: Rows) -> None:
         ("quantwm-2bit+calibrated", "qvg-2bit+calibrated"),
         ("videokv-2bit+calibrated", "quarot-2bit+taylor"),
         ("videokv-2bit+calibrated", "quarot-2bit+cumulant"),
+        ("videokv-2bit+calibrated", "kivi-2bit@recent_chunks=0+taylor"),
         ("videokv-2bit-small+calibrated", "quarot-2bit+taylor"),
-        ("videokv-2bit", "rtn-3bit"),
-        ("videokv-2bit", "rtn-4bit"),
-        ("videokv-2bit-small", "rtn-3bit"),
-        ("videokv-2bit-small", "rtn-4bit"),
-    )
+        ("videokv-2bit-small+calibrated", "kivi-2bit@recent_chunks=0+taylor"),
+        *((own + end, other) for own in OURS for end in ("", "+calibrated")
+          for other in ("rtn-3bit", "rtn-4bit")),
+    )  # fmt: skip
     for one, other in pairs:
         found = told(paired(world, one, other, "psnr_db"), 2, sign=True) + " dB"
+        sizes = f"{world[one]['held_bits']:.2f} and {world[other]['held_bits']:.2f} bits"
         if one in prefill and other in prefill:
             found += "; NLL " + told(paired(prefill, one, other, "nll"), 4, sign=True)
-        print(f"| `{one}` minus `{other}` | {found} |")
+            sizes += f"; {prefill[one]['held_bits']:.2f} and {prefill[other]['held_bits']:.2f}"
+        print(f"| `{one}` minus `{other}` ({sizes}) | {found} |")
 
 
 def sizes() -> None:
-    """The prefill at other chunk sizes."""
+    """The prefill at other chunk sizes, which change what centroids cost an element."""
     per_size = {
         size: load("prefill-methods.json", chunk_tokens=size)[1] for size in (256, 512, 1024)
     }
-    print("| recipe | " + " | ".join(f"NLL, {size} | closed" for size in per_size) + " |")
-    print("| --- |" + " --- | --- |" * len(per_size))
+    heads = (f"bits, {size} | NLL | closed" for size in per_size)
+    print("| recipe | " + " | ".join(heads) + " |")
+    print("| --- |" + " --- | --- | --- |" * len(per_size))
     for name in per_size[256]:
         cells = []
         for rows in per_size.values():
             nll = sum(rows[name]["nll"]) / len(rows[name]["nll"])
-            cells += [f"{nll:.4f}", share(rows, name)]
+            cells += [f"{rows[name]['held_bits']:.3f}", f"{nll:.4f}", share(rows, name)]
         print(f"| `{name}` | " + " | ".join(cells) + " |")
+
+
+def masses(world: Rows, shifts: Rows, prefill: Rows) -> None:
+    """What is left of the mass that keys steal: rollouts, teacher-forced, prefill."""
+    print("| calibrated over uncorrected | rollouts | teacher-forced | SmolLM2 |")
+    print("| --- | --- | --- | --- |")
+    for base in ("rtn-2bit", "quarot-2bit", "rtn-2bit-psac8", "quarot-2bit-psac8"):
+        names = (f"{base}+calibrated", base)
+        pairs = (
+            [paired(world, name, "bf16", "mass") for name in names],
+            [shifts[name]["mass_shift"] for name in names],
+            [paired(prefill, name, "bf16", "mass") for name in names],
+        )
+        cells = (" over ".join(told(v, 2, sign=True, scale=100) for v in pair) for pair in pairs)
+        print("| " + " | ".join([f"`{base}`", *cells]) + " |")
 
 
 def main() -> None:
@@ -179,19 +197,22 @@ def main() -> None:
         f"**SmolLM2-135M**: {text['text']}; chunks of 512, {len(prefill['bf16']['nll'])} chunks "
         f"after the first of each; BF16 has an NLL of {nll:.4f}. Closed: share of the gap "
         "from `rtn-2bit` to BF16. Bits: of everything held, per element of K and V (KIVI's recent "
-        "chunk, dense, counts as such). ± is the standard error over clips or chunks; corrections "
-        "store nothing or one number a head and chunk.\n"
+        "chunk, dense, counts as such). ± is the standard error over clips or chunks. `taylor` "
+        "stores nothing, `calibrated` and `cumulant` one number a head and chunk, `measured` "
+        "one for each group of channels (KIVI's keys: each channel).\n"
     )
     methods(world, shifts, prefill)
     print("\n## calibrated against the best fixed multiplier (0 to 2) on Taylor's terms\n")
     multipliers(world, prefill)
     print(
-        "\nThe best of eight noisy multipliers is flattered by its noise. The world model again, "
-        "mean of the seeds of the noise that were run (their number in brackets):\n"
+        "\nThe best of seven or eight noisy multipliers is flattered by its noise. The world model "
+        "again, mean of the seeds of the noise that were run (their number in brackets):\n"
     )
     seeds()
     print("\n## Directions\n")
     directions(world, shifts, prefill)
+    print("\nMean mass on cached keys minus BF16's, points:\n")
+    masses(world, shifts, prefill)
     print("\n## Chunk sizes of the prefill\n")
     sizes()
 

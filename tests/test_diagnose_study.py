@@ -91,7 +91,7 @@ def test_the_study_writes_rows_details_and_figures(model, monkeypatch, tmp_path,
     metrics = {row["metric"] for row in read["rows"]}
     assert {
         "mass_shift", "jsd_nats", "token_shift", "output_mse_relative", "key_mse", "value_mse",
-        "output_mse_keys_only", "log_partition_error_nats", "effective_tokens",
+        "output_mse_keys_only", "log_partition_error_nats", "effective_tokens", "bits_per_element",
     } <= metrics  # fmt: skip
     studies_fakes.check_schema(tmp_path / "d" / "results.json")
     details = json.loads((tmp_path / "d" / "diagnostics.json").read_text())

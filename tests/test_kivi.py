@@ -142,3 +142,35 @@ def test_stream_refuses():
         stream.segment(torch.float32)
     with pytest.raises(ValueError, match="same tokens"):
         stream.append(tokens(1, 1, 2, 64), tokens(1, 1, 3, 64))
+    for options, word in (
+        ({"group_size": 0}, "group_size"),
+        ({"group_size": "32"}, "group_size"),
+        ({"recent": "128"}, "recent"),
+        ({"recent": 32.0}, "recent"),
+        ({"fp16_scales": "no"}, "fp16_scales"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            KiviStream(2, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x[:, :, :, :32], "holds keys .*64.* got .*32"),
+        (lambda x: x.repeat(2, 1, 1, 1), r"holds keys \[1, 1, T, 64\].* got \[2"),
+        (lambda x: x.half(), "got .*float16"),
+        (lambda x: x * torch.nan, "keys of layer 5 hold NaN"),
+        (lambda x: None, "NoneType"),
+    ],
+)
+def test_a_refused_token_leaves_the_stream_as_it_was(change, words):
+    stream = KiviStream(2, recent=32, layer=5)
+    stream.append(tokens(1, 1, 50, 64), tokens(1, 1, 50, 64))
+    before = stream.segment(torch.float32)
+    new = tokens(1, 1, 1, 64)
+    with pytest.raises(ValueError, match=words):
+        stream.append(change(new), new if change(new) is None else change(new))
+    with pytest.raises(ValueError, match="values of layer 5"):
+        stream.append(new, new * torch.nan)
+    assert torch.equal(stream.segment(torch.float32).keys, before.keys)
+    assert (stream.dense_keys, stream.dense_values) == (18, 32)

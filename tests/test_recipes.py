@@ -161,3 +161,29 @@ def test_subspace_wraps_any_keys():
     assert not hasattr(made.values, "rank")
     with pytest.raises(ValueError, match="rtn comes in 2, 3, 4, 8 bits"):
         videokv.recipe("rtn-5bit-psac8")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qvg-2bit", {"centroids": "8"}),
+        ("qvg-2bit", {"centroids": 8.0}),
+        ("qvg-2bit", {"centroids": True}),
+        ("qvg-2bit", {"iterations": 2.5}),
+        ("qvg-2bit", {"stages": "1"}),
+        ("qvg-2bit", {"symmetric": "no"}),
+        ("rtn-2bit", {"symmetric": "no"}),
+        ("quantwm-2bit", {"rank": None}),
+        ("quantwm-2bit", {"rank": 2.5}),
+        ("quantwm-2bit", {"candidates": "4"}),
+        ("fp8", {"group_size": "32"}),
+        ("mxfp4", {"noise_group_size": True}),
+        ("quarot-2bit", {"rotate_v": "no"}),
+        ("kivi-2bit", {"fp16_scales": "no"}),
+        ("quarot-2bit", {"seed": 2**70}),
+    ],
+)
+def test_options_of_wrong_kinds_are_named(name, options):
+    (option,) = options
+    with pytest.raises(ValueError, match=f"{option} must be"):
+        videokv.recipe(name, **options)

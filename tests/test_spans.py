@@ -296,9 +296,9 @@ def test_a_cache_reads_shared_bases_as_eager_does():
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None])
 def test_counts_are_checked(wrong):
-    with pytest.raises(ValueError, match="span_chunks must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="span_chunks must be"):
         Clustering(span_chunks=wrong)
-    with pytest.raises(ValueError, match="basis_chunks must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="basis_chunks must be"):
         Subspace(Groupwise(GroupFormat(2, 16)), basis_chunks=wrong)
 
 

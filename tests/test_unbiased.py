@@ -90,8 +90,9 @@ def test_centroids_take_what_tokens_share():
 
 
 def test_long_chunks_have_more_centroids():
-    short, long = (Unbiased(2).encode(randn(1, 1, t, 16), KEYS) for t in (63, LONG_CHUNK))
-    assert (short.centres.table.shape[2], long.centres.table.shape[2]) == (3, 15)
+    for tokens, size, centroids in ((63, 128, 3), (LONG_CHUNK, 64, 3), (LONG_CHUNK, 128, 15)):
+        chunk = Unbiased(2).encode(randn(1, 1, tokens, size), KEYS)
+        assert chunk.centres.table.shape[2] == centroids
 
 
 def test_scores_are_unbiased_and_the_rest_is_calibrated_away():
@@ -114,7 +115,7 @@ def test_scores_are_unbiased_and_the_rest_is_calibrated_away():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("tokens", [324, 512, 4680])
+@pytest.mark.parametrize("tokens", [324, 512, 1024, 2048, 4680])
 def test_counted_bits(head_dim, tokens):
     for name, limit in (("videokv-2bit", 2.75), ("videokv-2bit-small", 2.35)):
         assert bits_per_element(name, tokens=tokens, head_dim=head_dim) <= limit
@@ -133,6 +134,12 @@ def test_names_and_options():
         ({"bits": 2, "label_bits": 5}, "label_bits"),
         ({"bits": 2, "group_size": 0}, "group_size"),
         ({"bits": 2, "iterations": 0}, "iterations"),
+        ({"bits": 3.0}, "bits"),
+        ({"bits": [3]}, "bits"),
+        ({"bits": 2, "label_bits": 2.0}, "label_bits"),
+        ({"bits": 2, "group_size": "64"}, "group_size"),
+        ({"bits": 2, "group_size": True}, "group_size"),
+        ({"bits": 2, "iterations": 2.5}, "iterations"),
     ],
 )
 def test_wrong_options_are_named(options, said):

@@ -59,8 +59,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.policy, CachePolicy):
             raise ValueError(f"policy must be a CachePolicy, got {self.policy!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"seed must be an integer of at least 0, got {self.seed!r}")
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not whole or not 0 <= self.seed < 2**63:
+            raise ValueError(
+                f"seed must be an integer of at least 0 (below 2**63), got {self.seed!r}"
+            )
         if self.backend not in ("auto", *backend_names()):
             raise _unknown("backend", self.backend, ["auto", *backend_names()])
         if self.correction is None:

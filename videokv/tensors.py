@@ -52,6 +52,8 @@ class GroupFormat:
         counted = isinstance(self.group_size, int) and not isinstance(self.group_size, bool)
         if not counted or self.group_size < 1:
             raise ValueError(f"group_size must be a positive integer, got {self.group_size!r}")
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(f"symmetric must be True or False, got {self.symmetric!r}")
         if self.axis not in ("token", "channel"):
             raise ValueError(f"axis must be 'token' or 'channel', got {self.axis!r}")
         if self.zero_point not in ("offset", "integer"):

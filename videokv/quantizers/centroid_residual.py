@@ -31,7 +31,7 @@ from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers import register
 from videokv.quantizers.groupwise import GroupedChunk
-from videokv.quantizers.inputs import checked, require_count
+from videokv.quantizers.inputs import check_count, check_flag, checked
 from videokv.tensors import GroupFormat
 
 Start = Literal["previous_centroids", "previous_labels", "spread", "random"]
@@ -70,16 +70,17 @@ class Clustering:
     span_chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.centroids is not None and not 1 <= self.centroids <= MAX_CENTROIDS:
+        count = self.centroids
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        if count is not None and not (whole and 1 <= count <= MAX_CENTROIDS):
             raise ValueError(
                 f"centroids must be 1..{MAX_CENTROIDS} (a label is one byte) or None, "
                 f"got {self.centroids!r}"
             )
-        if self.iterations < 1:
-            raise ValueError(f"iterations must be at least 1, got {self.iterations!r}")
+        check_count("iterations", self.iterations)
         if self.start not in STARTS:
             raise ValueError(f"start must be one of {STARTS}, got {self.start!r}")
-        require_count(self.span_chunks, "span_chunks")
+        check_count("span_chunks", self.span_chunks)
 
     def place(self, x: Tensor, previous: Packed | None, *, stages: int) -> int:
         """The place of the chunk ``x`` in its span; at 0 it fits codebooks of its own.
@@ -176,8 +177,8 @@ class CentroidResidual:
     clustering: Clustering = Clustering()
 
     def __post_init__(self) -> None:
-        if self.stages < 1:
-            raise ValueError(f"stages must be at least 1, got {self.stages!r}")
+        check_count("stages", self.stages)
+        check_flag("symmetric", self.symmetric)
         _ = self.format
 
     @property

@@ -24,7 +24,7 @@ from videokv.kernels.pack_codes import pack, unpack
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
-from videokv.quantizers.inputs import checked
+from videokv.quantizers.inputs import check_count, checked
 from videokv.tensors import E4M3, E4M3_MAX, require_finite
 
 E2M1_MAX = 6.0
@@ -57,8 +57,8 @@ class FloatFormat:
             raise ValueError(f"scale must be 'bf16', 'power' or 'two_level', got {self.scale!r}")
         for name in ("group_size", "noise_group_size"):
             size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be positive or None, got {size!r}")
+            if size is not None:
+                check_count(name, size)
 
     @property
     def bits(self) -> int:

@@ -17,8 +17,8 @@ from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer, Segment
 from videokv.quantizers import register
 from videokv.quantizers.groupwise import GroupedChunk, Groupwise
-from videokv.quantizers.inputs import checked
-from videokv.tensors import GroupFormat, held_bytes
+from videokv.quantizers.inputs import check_count, check_flag, checked
+from videokv.tensors import GroupFormat, held_bytes, require_finite
 
 
 def kivi_formats(
@@ -27,6 +27,7 @@ def kivi_formats(
     """Key and value format. ``fp16_scales``: steps and minima in FP16, as the authors' code has
     them, ``bits + 32 / group_size`` bits an element; else E4M3 and BF16, ``+ 24 / group_size``.
     """
+    check_flag("fp16_scales", fp16_scales)
     scale = torch.float16 if fp16_scales else None
     zero = torch.float16 if fp16_scales else torch.bfloat16
     keys, values = (
@@ -67,12 +68,13 @@ class KiviStream:
         fp16_scales: bool = False,
         layer: int = 0,
     ) -> None:
-        if recent < 1 or recent % group_size:
+        check_count("recent", recent)
+        formats = kivi_formats(bits, group_size=group_size, fp16_scales=fp16_scales)
+        if recent % group_size:
             raise ValueError(
                 f"recent must be a multiple of group_size {group_size}, got {recent!r}"
             )
         self.recent = recent
-        formats = kivi_formats(bits, group_size=group_size, fp16_scales=fp16_scales)
         self._quantizers = tuple(Groupwise(format) for format in formats)
         self._contexts = (EncodeContext(layer, "key"), EncodeContext(layer, "value"))
         self._packed: tuple[list[GroupedChunk], list[GroupedChunk]] = ([], [])
@@ -89,13 +91,18 @@ class KiviStream:
         return self._dense[1].shape[2] if self._dense else 0
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add the keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]`` of T >= 1 new tokens."""
+        """Add the keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]`` of T >= 1 new tokens.
+
+        Raises ValueError where they are not finite or not like those before; nothing is added then.
+        """
+        new = [checked(keys), checked(values)]
         if keys.shape[:3] != values.shape[:3]:
             raise ValueError(
                 "keys and values must be of the same tokens, "
                 f"got {tuple(keys.shape)} and {tuple(values.shape)}"
             )
-        new = [checked(keys), checked(values)]
+        for side, x in enumerate(new):
+            self._require_usable(side, x)
         if self._dense:
             self._pack(0, self.dense_keys // self.recent * self.recent)
             new = [torch.cat(pair, 2) for pair in zip(self._dense, new, strict=True)]
@@ -127,6 +134,16 @@ class KiviStream:
         weights = torch.cat([*(term.weights for term in terms), exact], 2)
         return (ScoreNoise(weights, terms[-1].query_map),)
 
+    def _require_usable(self, side: int, x: Tensor) -> None:
+        context = self._contexts[side]
+        self._quantizers[side].check(x.shape[-1])
+        require_finite(x, what=f"{context.role}s", layer=context.layer)
+        held = _like(self._dense[side] if self._dense else x)
+        if _like(x) != held:
+            raise ValueError(
+                f"the stream holds {context.role}s {held}, got {_like(x)}; start another stream"
+            )
+
     def _pack(self, side: int, count: int) -> None:
         """Pack the oldest ``count`` dense tokens of the keys (0) or the values (1)."""
         if not count:
@@ -138,6 +155,11 @@ class KiviStream:
             packed[-1] = _joined(packed[-1], chunk)
         else:
             packed.append(chunk)
+
+
+def _like(x: Tensor) -> str:
+    batch, heads, _, size = x.shape
+    return f"[{batch}, {heads}, T, {size}] of {x.dtype}"
 
 
 def _joined(first: GroupedChunk, second: GroupedChunk) -> GroupedChunk:

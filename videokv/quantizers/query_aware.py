@@ -31,7 +31,7 @@ from videokv.quantizers.centroid_residual import (
     Start,
     previous_clusters,
 )
-from videokv.quantizers.inputs import checked
+from videokv.quantizers.inputs import check_count, checked
 from videokv.quantizers.subspace import Subspace, check_moment
 from videokv.tensors import GroupFormat, require_finite
 
@@ -147,8 +147,7 @@ class QueryAware:
     clustering: Clustering = Clustering()
 
     def __post_init__(self) -> None:
-        if self.candidates < 1:
-            raise ValueError(f"candidates must be at least 1, got {self.candidates!r}")
+        check_count("candidates", self.candidates)
         if self.metric not in METRICS:
             raise ValueError(f"metric must be one of {METRICS}, got {self.metric!r}")
         _ = GroupFormat(BITS, self.group_size)
@@ -270,6 +269,7 @@ def build_quantwm(
     """
     if bits != BITS:
         raise ValueError(f"quantwm has {BITS}-bit codes only, got bits={bits!r}")
+    check_count("rank", rank, least=0)
     if not rank and basis_chunks != 1:
         raise ValueError(f"rank 0 has no basis to share; leave out basis_chunks={basis_chunks!r}")
     clustering = Clustering(centroids, iterations, start, span_chunks)

@@ -20,6 +20,7 @@ from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers import register
 from videokv.quantizers.groupwise import Groupwise
+from videokv.quantizers.inputs import check_flag
 from videokv.rotation import Rotation
 from videokv.tensors import SUPPORTED_BITS, GroupFormat
 
@@ -122,6 +123,7 @@ def build_quarot(
     rotate_v: bool = False,
 ) -> tuple[Quantizer, Quantizer]:
     """Rotated keys; values plain, or rotated too with ``rotate_v``. Groups along the channels."""
+    check_flag("rotate_v", rotate_v)
     plain = Groupwise(
         GroupFormat(
             bits,

@@ -18,7 +18,7 @@ from videokv.kernels.reconstruct import LowRank, Parts, fused, inner_parts
 from videokv.kernels.subspace_iteration import iterate
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
-from videokv.quantizers.inputs import checked, require_count
+from videokv.quantizers.inputs import check_count, checked
 
 CODE_TOP = 127
 HALF_TOP = 65504.0
@@ -148,11 +148,12 @@ class Subspace:
     basis_chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank!r}; use inner alone for 0")
+        if self.rank == 0:
+            raise ValueError("rank must be at least 1, got 0; use inner alone for 0")
+        check_count("rank", self.rank)
         if isinstance(self.inner, Subspace):
             raise ValueError("a Subspace cannot repair another; raise its rank instead")
-        require_count(self.basis_chunks, "basis_chunks")
+        check_count("basis_chunks", self.basis_chunks)
 
     @property
     def period(self) -> int:

@@ -189,12 +189,13 @@ def diagnose_unit(
         model, found.frames[index, : seam.CONTEXT_FRAMES], found.actions[index], cache,
         chunks=chunks, seed=seed, clips=index, autocast=torch.bfloat16,
     )  # fmt: skip
+    sizes = {label: cache.memory().bits_per_element for label, cache in packed.items()}
     return [
         {
             "rows": [
                 (case_name(number), label, name, value)
                 for label, means in seen.means().items()
-                for name, value in means
+                for name, value in (*means, ("bits_per_element", sizes[label]))
             ],
             "taps": seen.taps,
             "energy": seen.energy(),
