@@ -20,6 +20,9 @@ BY_NAME = {model.name: model for model in MODELS}
         ("HY-WorldPlay 8B", 885),
         ("HY-WorldPlay, Wan", 737),
         ("LongCat-Video", 786),
+        ("AnyFlow-FAR", 819),
+        ("SANA-WM refiner", 786),
+        ("SkyReels-V2 1.3B", 184),
     ],
 )
 def test_bytes_of_a_token(name, kilobytes):
@@ -40,9 +43,14 @@ def test_held_bytes_are_dense_and_packed_parts():
         VideoModel("m", "p", 2, 3, 8, 10, 20, 1, 2, 2, 1)
 
 
+def test_coarse_frames_have_a_quarter_of_the_tokens():
+    fine, coarse = (VideoModel("m", "p", 2, 3, 8, 8, 8, 1, 5, coarse_frames=n) for n in (0, 4))
+    assert coarse.dense_bytes(8) == fine.dense_bytes(8) * 2 / 5
+
+
 def test_every_page_holds_its_table(tmp_path):
     pages = {path.stem for path in PAGES.glob("*.md")}
-    assert pages >= {model.page for model in MODELS}
+    assert pages - {"README", "transformers"} == {model.page for model in MODELS}
     for model in MODELS:
         first, _, bf16, *_ = size_table(model, ()).split("\n")
         text = (PAGES / f"{model.page}.md").read_text()

@@ -21,6 +21,7 @@ from videokv.studies import prefill_cli  # noqa: E402
 from videokv.studies.prefill import (  # noqa: E402
     PrefillStudy,
     gap_rows,
+    groups,
     negative_log_likelihood,
     prefill_rows,
     run_prefill,
@@ -143,6 +144,16 @@ def test_gap_share_has_the_mean_of_the_ratio():
     assert sem == pytest.approx(spread, rel=0.5)
 
 
+def test_chunks_are_grouped_by_document_and_by_length():
+    cases = [f"{document}/chunk-{number:03d}" for document in "ab" for number in (1, 2, 3, 4)]
+    found = groups(cases, 512)
+    assert {name: len(each) for name, each in found.items()} == {
+        "a": 4, "b": 4, "after 512 to 1023": 2, "after 1024 to 2047": 4, "after 2048 to 4095": 2,
+    }  # fmt: skip
+    assert found["after 1024 to 2047"] == [cases[1], cases[2], cases[5], cases[6]]
+    assert groups(cases[:1], 512) == {}  # nothing to tell apart
+
+
 def test_no_share_of_a_gap_that_is_not_there():
     rows = [Row("c", name, "nll", 2.0) for name in ("bf16", "rtn-2bit", "x")]
     assert gap_rows(rows) == []
@@ -247,6 +258,7 @@ def test_command_prints_a_table(loaded, study, tmp_path):
     assert found.exit_code == 0, found.output
     for word in ("bf16", "rtn-2bit", "gap", "text.txt", "3 chunks after the first"):
         assert word in found.output
+    assert "after 32" in found.output and "after 64" in found.output
 
 
 def test_several_chunk_sizes_are_several_studies(loaded, study, tmp_path):

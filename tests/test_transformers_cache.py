@@ -362,6 +362,46 @@ def test_layers_of_other_kinds_are_named(model):
         CompressedCache(model, "bf16")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("Gemma2", {"head_dim": 16}, "capped scores: layers 0, 1"),
+        ("GptOss", {"num_local_experts": 2, "head_dim": 16}, "learnt sinks: layers 0, 1"),
+        ("Roberta", {}, "not causal .*: layers 0, 1|attention function be set"),
+        ("DiffLlama", {}, "splits after they were cached"),
+    ],
+)
+def test_attention_of_another_kind_is_refused_before_anything_runs(name, options, words):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, **options
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=words), videokv.compress(model, "bf16"):
+        pass
+    assert model.config._attn_implementation == before
+
+
+def test_latent_attention_is_served_where_its_full_keys_are_cached():
+    config = transformers.DeepseekV3Config(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, vocab_size=97,
+        num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16,
+        qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, first_k_dense_replace=2,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    ids = torch.arange(30)[None]
+    if hasattr(model.model.layers[0].self_attn, "expand_kv"):
+        with pytest.raises(ValueError, match="expanded .*: layers 0, 1"):
+            CompressedCache(model, "bf16")
+        return
+    with CompressedCache(model, "bf16", chunk=10) as cache, torch.inference_mode():
+        keyword = {cache_keyword(model): cache}
+        found = [model(part, **keyword).logits for part in ids.split(10, dim=1)]
+    expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_models_without_a_window_are_served():
     config = transformers.MistralConfig(
         vocab_size=97,

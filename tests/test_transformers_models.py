@@ -149,6 +149,15 @@ def test_window_layers_are_listed_and_bounded(family):
         assert total.bits_per_element == packed.bits_per_element
 
 
+def test_window_layers_let_a_long_prompt_go():
+    model = make("gemma3")
+    with CompressedCache(model, "bf16", chunk=16) as cache:
+        prefill(model, cache, text(90), [90])
+        for layer in cache.window_layers:
+            keys, _ = cache._windows[layer].held()
+            assert keys.untyped_storage().nbytes() == keys.nbytes
+
+
 def test_models_without_windows_say_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

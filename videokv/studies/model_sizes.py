@@ -21,8 +21,8 @@ class VideoModel:
 
     page: file in docs/models. tokens_480p, tokens_720p: of a latent frame at 480 x 832 and
     720 x 1280. held_frames: latent frames in the cache; sink_frames of them stay dense, and so do
-    the open_frames still in progress. streams: rows a token has (2: rotary and ProPE), or guidance
-    branches.
+    the open_frames still in progress; coarse_frames have a quarter of the tokens. streams: rows a
+    token has (2: rotary and ProPE), or guidance branches.
     """
 
     name: str
@@ -37,26 +37,28 @@ class VideoModel:
     sink_frames: int = 0
     open_frames: int = 0
     streams: int = 1
+    coarse_frames: int = 0
 
     def __post_init__(self) -> None:
         dense = self.sink_frames + self.open_frames
-        if not 0 <= dense <= self.held_frames:
+        if not 0 <= dense + self.coarse_frames <= self.held_frames:
             raise ValueError(
-                f"{self.name}: {dense} dense frames of {self.held_frames} held; give at most those"
+                f"{self.name}: {dense} dense frames of {self.held_frames} held, "
+                f"{self.coarse_frames} of them coarse; give at most those"
             )
 
     def token_bytes(self) -> int:
         """Keys and values of one token over all layers in bfloat16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.streams * BF16_BYTES
 
-    def dense_bytes(self, tokens: int) -> int:
+    def dense_bytes(self, tokens: int) -> float:
         """All held frames of ``tokens`` each, in bfloat16."""
-        return self.token_bytes() * tokens * self.held_frames
+        return self.held_bytes(tokens, 8 * BF16_BYTES)
 
     def held_bytes(self, tokens: int, bits: float) -> float:
         """The same with packed rows at ``bits`` an element."""
         dense = self.sink_frames + self.open_frames
-        packed = self.held_frames - dense
+        packed = self.held_frames - dense - 0.75 * self.coarse_frames
         return self.token_bytes() * tokens * (dense + packed * bits / (8 * BF16_BYTES))
 
 
@@ -74,6 +76,9 @@ MODELS = (
     VideoModel("HY-WorldPlay 8B", "hy-worldplay", 54, 16, 128, 1560, 3600, 20, 20, streams=2),
     VideoModel("HY-WorldPlay, Wan", "hy-worldplay", 30, 24, 128, 390, 880, 28, 28, streams=2),
     VideoModel("MAGI-1 4.5B", "magi-1", 34, 8, 128, 1560, 3600, 6, 60, open_frames=6),
+    VideoModel("AnyFlow-FAR", "anyflow-far", 40, 40, 128, 1560, 3600, 3, 19, coarse_frames=13),
+    VideoModel("SANA-WM refiner", "sana-wm-refiner", 48, 32, 128, 390, 880, 3, 11, 1),
+    VideoModel("SkyReels-V2 1.3B", "skyreels-v2", 30, 12, 128, 1560, 3600, 5, 25),
 )
 
 

@@ -234,6 +234,26 @@ def gap_rows(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+def groups(cases: Sequence[str], chunk_tokens: int) -> dict[str, list[str]]:
+    """Chunks by document, then by how many tokens stand before them, each where there are several.
+
+    Lengths are binned by powers of two, half open, as in the paper's appendix O.3.
+    """
+    by_document: dict[str, list[str]] = {}
+    by_length: dict[int, list[str]] = {}
+    for case in cases:
+        by_document.setdefault(case.rpartition("/")[0], []).append(case)
+        before = chunk_number(case) * chunk_tokens
+        by_length.setdefault(1 << (before.bit_length() - 1), []).append(case)
+    lengths = {f"after {low} to {2 * low - 1}": by_length[low] for low in sorted(by_length)}
+    return {
+        name: found
+        for part in (by_document, lengths)
+        if len(part) > 1
+        for name, found in part.items()
+    }
+
+
 def case_name(document: str, number: int) -> str:
     """The name of a chunk; the first of a document is 000."""
     return f"{document}/chunk-{number:03d}"

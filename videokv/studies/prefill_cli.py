@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +23,7 @@ from videokv.studies.prefill import (
     REFERENCE,
     PrefillStudy,
     Progress,
+    groups,
     run_prefill,
 )
 from videokv.studies.prefill_inputs import BUILT_IN, DEFAULT_MODEL, DEFAULT_PACKAGE
@@ -80,7 +81,8 @@ def prefill(
     Every finished chunk is packed by the recipe, the current one is exact. The table shows the
     negative log-likelihood per token from the second chunk on (lower is better), its paired
     differences, the share of the gap between rtn-2bit and bf16 that is closed, the attention mass
-    on the cache, and counted bits.
+    on the cache, and counted bits; a second table has the differences by document and by the tokens
+    that stand before a chunk (the prompt's length).
     """
     sizes = _chunk_sizes(chunk)
     studies = {
@@ -148,6 +150,7 @@ def print_table(results: Results) -> None:
         )
     console = Console()
     console.print(table)
+    print_groups(results, console)
     n = summary[REFERENCE, "nll"].n
     few = n < MIN_CASES_FOR_PRINTED_ERROR
     console.print(
@@ -163,6 +166,25 @@ def print_table(results: Results) -> None:
     )
 
 
+def print_groups(results: Results, console: Console) -> None:
+    """NLL above bf16's by document and by the tokens that stand before a chunk."""
+    chunk_tokens = int(results.versions["chunk_tokens"])
+    cases = [row.case for row in results.rows if (row.recipe, row.metric) == (REFERENCE, "nll")]
+    parts = groups(cases, chunk_tokens)
+    others = [name for name in results.recipes if name != REFERENCE]
+    if not parts or not others:
+        return
+    title = f"NLL minus {REFERENCE}, by document and by tokens before the chunk"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("recipe", no_wrap=True, min_width=max(map(len, others)))
+    for name, found in parts.items():
+        table.add_column(f"{name} (n = {len(found)})", justify="right", overflow="fold")
+    for recipe in others:
+        cells = (_difference(results, recipe, REFERENCE, cases=found) for found in parts.values())
+        table.add_row(recipe, *cells)
+    console.print(table)
+
+
 def _figure(line: Summary | None, digits: int) -> str:
     return "" if line is None else f"{line.mean:.{digits}f}"
 
@@ -174,9 +196,12 @@ def _share(line: Summary | None) -> str:
     return f"{line.mean:.0%}" + ("" if error is None else f" ± {error:.0%}")
 
 
-def _difference(results: Results, name: str, reference: str) -> str:
-    """Paired over chunks; empty for the reference itself or where it was not run."""
-    found = paired_difference(results.rows, metric="nll", recipe=name, reference=reference)
+def _difference(
+    results: Results, name: str, reference: str, *, cases: Sequence[str] | None = None
+) -> str:
+    """Paired over chunks (``cases``, or all); empty for the reference or where it was not run."""
+    rows = results.rows if cases is None else [row for row in results.rows if row.case in cases]
+    found = paired_difference(rows, metric="nll", recipe=name, reference=reference)
     if name == reference or not found:
         return ""
     mean, sem, n = mean_sem_n(found)

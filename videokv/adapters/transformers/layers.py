@@ -114,6 +114,8 @@ class WindowLayer(Owned, DynamicSlidingWindowLayer):
         if not self.record_past:
             first = max(0, keys.shape[-2] - (self.sliding_window - 1))
             keys, values = keys[:, :, first:], values[:, :, first:]
+            if first > keys.shape[-2] // 8:  # a long prompt would be kept alive by its end
+                keys, values = keys.clone(), values.clone()
         self.keys, self.values, self.cumulative_length = keys, values, length
         self.is_initialized, self.device = True, keys.device
 

@@ -12,6 +12,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from videokv.adapters.served import Heads
 from videokv.adapters.transformers.attention import NAME, attention, mask
 
+# Attention that is not plain causal softmax over the keys that the cache was given.
+OTHER_MODELS = {
+    "diffllama": "values that it splits after they were cached",
+    "doge": "a mask made from its values",
+    "jetmoe": "keys that it repeats after they were cached",
+}
+OTHER_PARTS = {"attn_logit_softcapping": "capped scores", "sinks": "learnt sinks"}
+
 FULL, WINDOW = "full_attention", "sliding_attention"  # as transformers calls them
 
 
@@ -44,6 +52,7 @@ def check_model(model: PreTrainedModel) -> Layers:
         )
     kinds = _kinds(config)
     _refuse_layers(config, kinds)
+    _refuse_attention(model)
     windows = {layer: config.sliding_window for layer, kind in enumerate(kinds) if kind == WINDOW}
     if len(windows) == len(kinds):
         return Layers(len(kinds), {}, limit=config.sliding_window)
@@ -104,6 +113,32 @@ def _refuse_layers(config: Any, kinds: list[str]) -> None:
         raise ValueError(
             "CompressedCache serves layers that attend to all earlier tokens or to a sliding "
             f"window of them; {config.model_type} has others: layers {', '.join(wrong)}"
+        )
+
+
+def _refuse_attention(model: PreTrainedModel) -> None:
+    """What would be refused in the first forward is refused before it, naming the layers."""
+    found: dict[str, list[int]] = {}
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or not hasattr(module, "is_causal"):
+            continue
+        parts = [
+            what for name, what in OTHER_PARTS.items() if getattr(module, name, None) is not None
+        ]
+        if hasattr(module, "expand_kv"):  # latent attention in transformers 5
+            parts.append("keys that are expanded after they were cached")
+        if module.is_causal is False:
+            parts.append("attention that is not causal (a decoder needs config.is_decoder)")
+        for part in parts:
+            found.setdefault(part, []).append(layer)
+    wrong = [f"{part}: layers {', '.join(map(str, found[part]))}" for part in found]
+    if other := OTHER_MODELS.get(model.config.model_type):
+        wrong.append(other)
+    if wrong:
+        raise ValueError(
+            "CompressedCache serves plain causal softmax attention; "
+            f"{type(model).__name__} has {'; '.join(wrong)}"
         )
 
 
