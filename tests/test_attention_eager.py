@@ -118,7 +118,7 @@ def good_call():
         (lambda q, s: (q[..., :60], [s], {}), "key head size"),
         (lambda q, s: (q[:1], [s], {}), "batch must be"),
         (lambda q, s: (q[0], [s], {}), r"query must be \[B, Hq, M, D\]"),
-        (lambda q, s: (q.bfloat16(), [s], {}), "keys are torch.float32, expected torch.bfloat16"),
+        (lambda q, s: (q.bfloat16(), [s], {}), "keys are torch.float32 but the query"),
         (lambda q, s: (q.int(), [s], {}), "query must be one of"),
         (lambda q, s: (q, [Segment(s.keys.to("meta"), s.values)], {}), "keys are on meta"),
         (lambda q, s: (q, [Segment(s.keys, s.values[:, :, :6])], {}), "agree in B, Hkv and T"),

@@ -103,6 +103,7 @@ def test_study_writes_results_and_resumes(loaded, study, tmp_path, monkeypatch):
         "device",
         "versions",
         "protocol",
+        "not_available",
         "rows",
         "summary",
     ]

@@ -89,7 +89,7 @@ def test_reconstruct(bits, size, label_bits, tokens):
 
 
 def test_reconstruct_a_long_chunk():
-    chunk = encoded(3, 64, 1025, heads=1)
+    chunk = encoded(3, 128, 1025, heads=1)
     assert chunk.centres.label_bits == 4
     assert off(run(chunk, F16), exact(chunk)) < TOLERANCE[F16]
 

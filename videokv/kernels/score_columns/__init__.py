@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from videokv.kernels.gpu import checked_refusal, disagreement, machine_refusal
+from videokv.kernels.gpu import (
+    checked_refusal,
+    disagreement,
+    machine_refusal,
+    say_once,
+    wants_kernels,
+)
 from videokv.kernels.score_columns import reference
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation
@@ -29,6 +35,10 @@ KeyBlock = tuple[int, Tensor]
 MAX_HEAD_DIM = 256
 MAX_RANK = 64
 MOST_BLOCKS = 2  # blocks of columns of one chunk that a launch writes
+PROJECTED = (
+    "Triton 3.6 compiles the product with a PSAC basis for compute capability 9.0 so that it reads "
+    "beyond shared memory"
+)
 _TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 1e-4}
 
 
@@ -53,7 +63,10 @@ def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width:
     if head_dim + columns > width:
         raise ValueError(f"width must hold {head_dim} channels and {columns} columns, got {width}")
     asked = _Widening(query, tuple(maps), scale, width)
-    if kernel_refusal(query, maps, scale=scale, width=width) is not None:
+    refusal = kernel_refusal(query, maps, scale=scale, width=width)
+    if refusal is not None:
+        if wants_kernels(query.device):
+            say_once(f"columns of queries are made in PyTorch steps: {refusal}")
         return reference.widen_query(query, asked.maps, scale=scale, width=width)
     return _run(asked)
 
@@ -105,6 +118,8 @@ def kernel_refusal(
     if any(m.transform != turn for m in maps) or not (turn is None or isinstance(turn, Rotation)):
         return "maps share one rotation, or have none"
     bases = [m.basis for m in maps if m.basis is not None]
+    if bases and query.device.type == "cuda":
+        return PROJECTED
     if any(b.shape != bases[0].shape or b.dtype != bases[0].dtype for b in bases):
         return "bases have one shape and dtype"
     if bases and (bases[0].shape[3] > MAX_RANK or bases[0].shape[0] != query.shape[0]):
