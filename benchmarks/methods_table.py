@@ -102,7 +102,7 @@ def seeds() -> None:
     per_seed = [load("worldmodel-methods-32.json", seed=seed)[1] for seed in range(3)]
     print("| calibrated minus | " + " | ".join(f"`{q}`" for q in SEEDED) + " |")
     print("| --- |" + " --- |" * len(SEEDED))
-    for ending in ("", "+taylor*0.5", "+taylor", "+taylor*1.5", "+measured"):
+    for ending in ("", "+taylor*0.5", "+taylor", "+taylor*1.5", "+taylor*2", "+measured"):
         cells = []
         for base in SEEDED:
             found = [
