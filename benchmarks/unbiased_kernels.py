@@ -44,7 +44,7 @@ def main() -> None:
             reconstruction.BLOCK_ELEMENTS = elements
             reconstruction.WARPS, reconstruction.PROGRAMS = warps, programs
             ms = bench.milliseconds(
-                lambda: reconstruction.reconstruct(parts, next(turns), factor=None)  # noqa: B023
+                lambda: reconstruction.reconstruct(parts, next(turns), factor=None, rope=None)  # noqa: B023
             )
             where = f"{bits} bits, {elements} elements, {warps} warps, {programs} programs"
             print(f"reconstruct {where}: {ms:.4f} ms, {moved / ms / rate:.2f} of the copy")

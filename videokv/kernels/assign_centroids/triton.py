@@ -28,12 +28,12 @@ from videokv.kernels.gpu import on_device
 BLOCK_TOKENS = 64
 BLOCK_CENTROIDS = 64
 # Of tokens of 16 bits, for which one block holds the whole table.
-ASSIGN_TOKENS = 128
-ASSIGN_WARPS = 8
+ASSIGN_TOKENS = 64
+ASSIGN_WARPS = 4
 ASSIGN_BLOCKS = 8  # blocks of tokens of a program, which fetches the table once
 SUM_TOKENS = 64
 SUM_CENTROIDS = 128
-SUM_WARPS = 8
+SUM_WARPS = 4
 SUM_STAGES = 3
 CHOOSE_TOKENS = 64
 CHOOSE_BLOCKS = 8

@@ -31,7 +31,7 @@ from videokv.tensors import E4M3, GroupFormat
 
 BLOCK_ELEMENTS = 4096  # of one step of a program: 16 a thread
 ROTATED_ELEMENTS = 8192  # the same with a rotation: 64 tokens of 128 channels
-WARPS = 8
+WARPS = 4
 ROTATED_WARPS = 8
 PROGRAMS = 1056  # eight for each of 132 multiprocessors
 LONGEST = 8  # blocks that a program walks over

@@ -42,8 +42,8 @@ from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
 from videokv.rotation import signs
 from videokv.tensors import E4M3, walk_tensors
 
-ELEMENTS = {"plain": 8192, "stages": 8192, "rotated": 8192, "low_rank": 8192}  # of one step
-WARPS = {"plain": 4, "stages": 8, "rotated": 8, "low_rank": 8}
+ELEMENTS = {"plain": 8192, "stages": 4096, "rotated": 8192, "low_rank": 4096}  # of one step
+WARPS = {"plain": 4, "stages": 4, "rotated": 4, "low_rank": 4}
 PROGRAMS = 1056  # eight for each of 132 multiprocessors
 LONGEST = {"plain": 1, "stages": 1, "rotated": 8, "low_rank": 8}  # steps of a program
 _COUNTS = ["heads", "tokens", "stretch", "time_groups", "out_b", "out_h"]
