@@ -573,3 +573,12 @@ def test_importing_the_adapters_imports_no_model_library():
         "sys.exit(bool({'transformers', 'diffusers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"foo": 1}, "no option foo"), ({"record_mass": "yes"}, "True or False, got 'yes'")],
+)
+def test_unknown_options_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        CompressedCache(tiny_llama(), "rtn-2bit", **options)

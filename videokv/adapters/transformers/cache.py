@@ -73,6 +73,7 @@ class CompressedCache(Cache):
         **options: Any,
     ) -> None:
         chosen = find_recipe(recipe)
+        _check_options(options)
         check_model(model)
         check(chosen, Served(heads(model)), name=type(model).__name__)
         new_cache = functools.partial(_new_cache, chosen, options)
@@ -358,6 +359,18 @@ class CompressedCache(Cache):
                 f"attention is not {NAME!r} (the cache belongs to another model?). Call "
                 "cache.crop(0) to drop its tokens and go on"
             )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = {"record_mass", "workspace_bytes", "window_chunks", "scale"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(
+            f"CompressedCache has no option {', '.join(unknown)}; it takes chunk and "
+            f"{', '.join(sorted(known))} (options of the recipe go to videokv.recipe)"
+        )
+    if not isinstance(options.get("record_mass", False), bool):
+        raise ValueError(f"record_mass must be True or False, got {options['record_mass']!r}")
 
 
 def _new_cache(
