@@ -180,6 +180,30 @@ def masses(world: Rows, shifts: Rows, prefill: Rows) -> None:
         print("| " + " | ".join([f"`{base}`", *cells]) + " |")
 
 
+def formats() -> None:
+    """Float formats and qvg-pro with the corrections that the GPU's runs left out."""
+    found = json.loads((RESULTS / "formats-cpu.json").read_text())
+    world = {row["recipe"]: row for row in found["rows"]}
+    prefill = {row["recipe"]: row for row in found["prefill"]}
+    names = [n for n in dict.fromkeys([*prefill, *world]) if n not in ("bf16", "rtn-2bit")]
+    print(
+        f"On CPUs: {len(world['bf16']['mass'])} clips, {found['about']['chunks']} chunks; SmolLM2 "
+        f"in float32, the first {found['about']['prefill']['tokens']} tokens of each document, "
+        f"{len(prefill['bf16']['nll'])} chunks of 512; differences are to the dense caches of "
+        "these runs.\n"
+    )
+    print("| recipe | PSNR, dB | mass - BF16, points | NLL - dense |")
+    print("| --- | --- | --- | --- |")
+    for name in names:
+        cells = ["", "", ""]
+        if name in world:
+            cells[0] = told(world[name]["psnr_db"], 2)
+            cells[1] = told(paired(world, name, "bf16", "mass"), 2, sign=True, scale=100)
+        if name in prefill:
+            cells[2] = told(paired(prefill, name, "bf16", "nll"), 4, sign=True)
+        print("| " + " | ".join([f"`{name}`", *cells]) + " |")
+
+
 def main() -> None:
     about, world = load("worldmodel-methods-32.json", seed=0)
     text, prefill = load("prefill-methods.json", chunk_tokens=512)
@@ -213,6 +237,8 @@ def main() -> None:
     directions(world, shifts, prefill)
     print("\nMean mass on cached keys minus BF16's, points:\n")
     masses(world, shifts, prefill)
+    print("\n## Formats and qvg-pro with every correction\n")
+    formats()
     print("\n## Chunk sizes of the prefill\n")
     sizes()
 
