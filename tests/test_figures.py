@@ -111,4 +111,4 @@ def test_long_rollouts_are_shown_in_fast_motion() -> None:
     short, long = np.zeros((VIDEO_FRAMES, 2)), np.zeros((702, 2))
     assert thinned({"a": short}) == ({"a": pytest.approx(short)}, 1)
     shown, step = thinned({"a": long, "b": long})
-    assert step == 5 and {len(frames) for frames in shown.values()} == {141}
+    assert step == 6 and {len(frames) for frames in shown.values()} == {117}

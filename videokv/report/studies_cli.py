@@ -259,13 +259,18 @@ def memory(
         float, typer.Option(help="GiB for the cache alone, without weights and activations.")
     ] = 24.0,
     frames: Annotated[int, typer.Option(help="Latent frames whose bytes are shown.")] = 24,
+    measure: Annotated[
+        bool,
+        typer.Option(help="Also run the world model, and SmolLM2 where it is installed, a little."),
+    ] = True,
     out: Out = Path("videokv-memory"),
     as_json: AsJson = False,
 ) -> None:
     """Bytes and the longest rollout of real models within a budget, at 480p and 720p.
 
     Counted: bits from chunks that are really packed, shapes from the models' sources. The peak
-    holds the packed past, the current chunk in BF16 and one layer's past decoded.
+    holds the packed past, the current chunk in BF16 and one layer's past decoded. Below, what the
+    models that run here really held, beside the formula's figure for the same shape.
     """
     from videokv.report.study_page import write_study_page
     from videokv.studies.memory import MODEL_NAMES, run_memory
@@ -273,13 +278,14 @@ def memory(
     names = MODEL_NAMES if models is None else split(models)
     results = run_memory(
         out, recipes=split(recipes), models=names, budget_gib=budget_gib, frames=frames,
-        command=command(),
+        command=command(), measure=measure,
     )  # fmt: skip
     page = write_study_page(out)
     if as_json:
         print(json.dumps(results.as_json(), indent=1, allow_nan=False))
         return
     _memory_table(results, budget_gib)
+    _measured_table(results)
     print(f"written  {out / 'results.json'}\nreport   {page}")
 
 
@@ -290,7 +296,7 @@ def _memory_table(results: Results, budget_gib: float) -> None:
     for name in results.recipes:
         shown.add_column(f"{name}\n[not bold]GiB | longest", justify="right", no_wrap=True)
     values = {(row.case, row.recipe, row.metric): row.value for row in results.rows}
-    for case in dict.fromkeys(row.case for row in results.rows):
+    for case in _cases_with(results, "longest_latent_frames"):
         cells = [
             f"{values[case, name, 'held_bytes'] / gib:.2f} | "
             f"{values[case, name, 'longest_latent_frames']:.0f}"
@@ -300,6 +306,26 @@ def _memory_table(results: Results, budget_gib: float) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     console.print(shown)
     print(f"longest: latent frames whose peak fits {budget_gib:g} GiB")
+
+
+def _cases_with(results: Results, metric: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.case for row in results.rows if row.metric == metric))
+
+
+def _measured_table(results: Results) -> None:
+    values = {(row.case, row.recipe, row.metric): row.value for row in results.rows}
+    for case in _cases_with(results, "formula_bytes"):
+        print(f"\n{case}: bytes held | by the formula | difference")
+        for name in results.recipes:
+            if (case, name, "formula_bytes") in values:
+                cells = (values[case, name, f"{what}_bytes"] for what in ("held", "formula"))
+                off = values[case, name, "difference_bytes"]
+                print(f"  {name:<24}" + " | ".join(f"{v:,.0f}" for v in cells) + f" | {off:+,.0f}")
+    for name, text in results.versions.items():
+        if name.startswith("measured minus formula"):
+            print(f"{name}: {text}")
+    for name, why in results.not_available.items():
+        print(f"{name} is not available: {why}")
 
 
 def figures(

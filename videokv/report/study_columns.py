@@ -43,6 +43,8 @@ STUDY_COLUMNS: dict[str, Column] = {
     "value_mse_relative": ("Value error", "% of power", 2, 100),
     "dense_bytes": ("Dense", "MB", 2, 1e-6),
     "held_bytes": ("Held", "MB", 2, 1e-6),
+    "formula_bytes": ("Held, by the formula", "MB", 2, 1e-6),
+    "difference_bytes": ("Measured - formula", "bytes", 0, 1),
     "peak_bytes": ("Peak", "MB", 1, 1e-6),
     "workspace_bytes": ("Workspace", "MB", 1, 1e-6),
     "longest_latent_frames": ("Longest", "latent frames", 0, 1),

@@ -18,7 +18,7 @@ from videokv.studies.variants import REFERENCE, path_name
 BY_CHUNK = ("psnr_db", "sharpness", "saturation", "motion", "drift", "flicker")
 SHOWN_FRAMES = 6
 SHOWN_CLIPS = 8
-VIDEO_FRAMES = 150  # longer rollouts are shown in fast motion, or the report would grow too large
+VIDEO_FRAMES = 120  # longer rollouts are shown in fast motion, or the report would grow too large
 
 
 def read_folder(folder: Path) -> Results:
@@ -69,7 +69,7 @@ def save_frames(folder: Path, out: Path, *, clip: str) -> list[Path]:
 
 
 def thinned(found: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Every n-th frame of rollouts of equal length, so that at most ``VIDEO_FRAMES`` are left; n."""
+    """Every n-th frame of rollouts of one length, so that at most ``VIDEO_FRAMES`` stay; and n."""
     longest = max(len(frames) for frames in found.values())
     step = -(-longest // VIDEO_FRAMES)
     return {label: frames[::step] for label, frames in found.items()}, step
