@@ -260,6 +260,7 @@ def _fingerprint(plan: RolloutPlan, device: torch.device, *, batch: int) -> dict
         "seed": plan.seed,
         "window": plan.window,
         "device": device.type,
+        "chunk_rows": plan.long,
         **({"actions": seam.REPEATED_ACTIONS} if plan.long else {}),
         **({"also": list(plan.also)} if plan.also else {}),
         **({"batch": batch} if batch > 1 else {}),
