@@ -177,9 +177,16 @@ def _run_stage(
                     journal.append(_key(item, number), _measured(plan, item, place, number, rolled))
                     if on_unit is not None:
                         total = len(plan.variants) * plan.clips
-                        on_unit(_key(item, number), len(journal.done), total)
+                        on_unit(_key(item, number), _count_done(plan, journal), total)
             if is_over(deadline):
                 return
+
+
+def _count_done(plan: RolloutPlan, journal: Journal) -> int:
+    """Of this plan: the folder may hold variants of others."""
+    return sum(
+        _key(item, number) in journal.done for item in plan.variants for number in range(plan.clips)
+    )
 
 
 def is_over(deadline: float | None) -> bool:
