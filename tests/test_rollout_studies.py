@@ -4,10 +4,12 @@ import json
 
 import pytest
 import studies_fakes
+import torch
 
 from videokv import cli
 from videokv.metrics import NotAvailable
 from videokv.studies import grids, rollouts
+from videokv.studies import rollout as seam
 from videokv.studies.results import Results, Row, read_results
 from videokv.studies.rollouts import RolloutPlan, run_rollouts
 from videokv.studies.variants import Variant, checked, variant
@@ -92,12 +94,38 @@ def test_a_deadline_leaves_all_recipes_of_fewer_clips(calls, tmp_path, monkeypat
 
 
 def test_chunk_rows(calls, tmp_path) -> None:
-    found = run_rollouts(plan(tmp_path, "rtn-2bit", chunk_rows=True)).summary
-    assert [s.metric for s in found if "chunk_0" in s.metric] == [
-        *("sharpness_chunk_01", "sharpness_chunk_02") * 2,  # of the reference, of the other
-        "psnr_chunk_01_db",
-        "psnr_chunk_02_db",
-    ]
+    found = run_rollouts(plan(tmp_path, "rtn-2bit", long=True)).summary
+    names = {name: {s.metric for s in found if s.recipe == name and "chunk_0" in s.metric}
+             for name in ("bf16", "rtn-2bit")}  # fmt: skip
+    own = {f"{figure}_chunk_0{n}" for n in (1, 2)
+           for figure in ("sharpness", "saturation", "motion", "drift")}  # fmt: skip
+    assert names["bf16"] == own
+    assert names["rtn-2bit"] == own | {f"psnr_chunk_0{n}_db" for n in (1, 2)} | {
+        "flicker_chunk_01", "flicker_chunk_02"
+    }  # fmt: skip
+
+
+def test_long_rollouts_repeat_the_actions_and_resume(calls, tmp_path) -> None:
+    found = run_rollouts(plan(tmp_path, "rtn-2bit", chunks=14, long=True, clips=1))
+    assert found.find("rtn-2bit", "psnr_chunk_14_db") and found.find("bf16", "drift_chunk_14")
+    assert "14 chunks, 42 frames, 3.6 s" in found.versions["length"]
+    assert "over again" in found.versions["actions"]
+    late = [f"{name}_late_to_real" for name in ("sharpness", "saturation", "motion")]
+    assert all(found.find("bf16", name).mean == pytest.approx(1, abs=0.1) for name in late)
+    calls.clear()
+    again = run_rollouts(plan(tmp_path, "rtn-2bit", chunks=14, long=True, clips=1))
+    assert again.rows == found.rows and not calls
+
+
+def test_actions_go_on_where_they_end() -> None:
+    actions = torch.arange(36)[None]
+    assert seam.continued(actions, 30) is not None and seam.continued(actions, 30).shape == (1, 36)
+    longer = seam.continued(actions, 6 + 3 * 24)[0].tolist()
+    assert longer == [*range(36), *range(6, 36), *range(6, 18)]
+    assert seam.chunks_for(60) == 234 and seam.chunks_for(0.1) == 1
+    for wrong in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="seconds"):
+            seam.chunks_for(wrong)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +180,7 @@ def test_the_pareto_front() -> None:
         ["kvsplit", "--recipes", "qvg-2bit"],
         ["tradeoff", "--bits", "2", "--groups", "32,64"],
         ["ablate", "--parts", "metric"],
-        ["longrun", "--recipes", "rtn-2bit"],
+        ["longrun", "--recipes", "rtn-2bit", "--chunks", "12"],
     ],
     ids=lambda o: o[0],
 )
@@ -164,7 +192,10 @@ def test_the_commands(calls, capsys, tmp_path, options) -> None:
     drawn = {p.stem for p in (tmp_path / "o" / "figures").glob("*.svg")}
     more = {
         "tradeoff": {"tradeoff_psnr_db", "tradeoff_ssim"},
-        "longrun": {"psnr_db_by_chunk", "sharpness_by_chunk"},
+        "longrun": {
+            f"{name}_by_chunk"
+            for name in ("psnr_db", "sharpness", "saturation", "motion", "drift", "flicker")
+        },
     }
     assert drawn == {"frames"} | more.get(options[0], set())
     for suffix in (".png", ".json"):

@@ -1,10 +1,13 @@
 """VBench arithmetic against the published totals; names, shares and clip lengths."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from videokv.metrics import vbench, vbench_files, vbench_run
+from videokv import cli
+from videokv.metrics import read_frames, vbench, vbench_export, vbench_files, vbench_run
 from videokv.metrics.vbench import DIMENSIONS, QUALITY, SEMANTIC, Score, total, totals
 
 # 2605.26266, Table 5: quality, semantic, total, each with its standard error.
@@ -139,17 +142,91 @@ def test_without_the_package_it_says_so(tmp_path) -> None:
             vbench_run.score_folder(tmp_path, ["color"], device="cpu")
 
 
-def test_the_command_prints_totals(monkeypatch, capsys, tmp_path) -> None:
-    from videokv import cli
+def exported(folder: Path, *dimensions: str) -> None:
+    entries = [vbench_files.export("a cat", d, 0, frames=300, fps=20) for d in dimensions]
+    vbench_files.write_prompts(folder, entries)
+    for entry in entries:
+        (folder / entry.file).parent.mkdir()
+        (folder / entry.file).touch()
 
+
+def test_the_command_prints_totals(monkeypatch, capsys, tmp_path) -> None:
     def score(folder, dimensions, *, device):
         return {name: Score(0.5, 0.01) for name in dimensions}
 
     monkeypatch.setattr(vbench_run, "score_folder", score)
-    assert cli.main(["vbench", str(tmp_path)]) == 0
+    exported(tmp_path, *DIMENSIONS)
+    assert cli.main(["vbench", "score", str(tmp_path)]) == 0
     assert "total" in capsys.readouterr().out
-    assert cli.main(["vbench", str(tmp_path), "--dimensions", "color"]) == 0
+    assert cli.main(["vbench", "score", str(tmp_path), "--dimensions", "color"]) == 0
     assert "total" not in capsys.readouterr().out
     monkeypatch.undo()
-    assert cli.main(["vbench", str(tmp_path)]) == 2
+    assert cli.main(["vbench", "score", str(tmp_path / "color")]) == 2
     assert "prompts.json" in capsys.readouterr().err
+    if vbench_run.find_spec("vbench") is None:
+        assert cli.main(["vbench", "score", str(tmp_path), "--dimensions", "color"]) == 2
+        assert "needs the package vbench" in capsys.readouterr().err
+
+
+def videos(folder: Path, *names: str, frames: int = 24) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        picture = np.zeros((frames, 16, 16, 3), np.uint8)
+        vbench_export._write_video(folder / name, picture)
+
+
+def test_videos_of_the_chosen_prompts_are_exported(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = {"color": ["a red bird", "a blue/green car", "a cat"], "scene": ["a red bird"]}
+    Path("p.json").write_text(json.dumps(listed))
+    options = ["--prompts", "p.json", "--share", "0.5"]
+    assert cli.main(["vbench", "prompts", *options]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [(line[0], line[2]) for line in lines] == [
+        ("color", "a red bird"),
+        ("color", "a blue/green car"),
+        ("scene", "a red bird"),
+    ]
+    names = {line[1] for line in lines}
+    videos(Path("v"), "a red bird-0.mp4", "a red bird-1.mp4")
+    export = ["vbench", "export", "out", "--videos", "v", *options]
+    assert cli.main(export) == 2
+    said = capsys.readouterr().err
+    assert "1 of 3 prompts" in said and "car" in said and not Path("out").exists()
+    videos(Path("v"), *(name for name in names if "car" in name))
+    assert cli.main(export) == 0
+    written = vbench_files.read_prompts(Path("out"))
+    assert len(written) == 5 and {e.dimension for e in written} == {"color", "scene"}
+    assert written[0].frames == 24 and written[0].seconds == pytest.approx(2.06, abs=0.01)
+    videos(Path("v"), *names, frames=10)
+    assert cli.main([*export[:2], "short", *export[3:]]) == 2
+    assert "generate a longer one" in capsys.readouterr().err and not Path("short").exists()
+    Path("p.json").write_text('[{"prompt_en": "a cat", "dimension": ["scene"]}]')
+    assert vbench_export.read_prompt_list(Path("p.json")) == {"scene": ["a cat"]}
+    for wrong in ("{}", "[1]", '{"scene": 1}', '{"nothing": ["a"]}', "x"):
+        Path("p.json").write_text(wrong)
+        assert cli.main(["vbench", "prompts", *options]) == 2
+    if vbench_run.find_spec("vbench") is None:
+        assert cli.main(["vbench", "prompts"]) == 2
+        assert "--prompts" in capsys.readouterr().err
+
+
+def test_frames_of_a_study_are_exported(capsys, monkeypatch, tmp_path) -> None:
+    from videokv.studies.demo import frames_path, save_frames
+
+    monkeypatch.chdir(tmp_path)
+    g = np.random.default_rng(0)
+    for number, length in enumerate((24, 24)):
+        frames = g.integers(0, 256, (length, 16, 24, 3), dtype=np.uint8)
+        save_frames(frames_path(Path("s"), "rtn-2bit", f"clip-00{number}"), frames)
+    export = ["vbench", "export", "out", "--study", "s", "--recipe"]
+    assert cli.main([*export, "rtn-2bit"]) == 0
+    written = vbench_files.read_prompts(Path("out"))
+    assert len(written) == 2 * len(vbench.WORLD_MODEL_DIMENSIONS)
+    back = read_frames(Path("out") / written[0].file)
+    first = read_frames(frames_path(Path("s"), "rtn-2bit", "clip-000"))
+    assert back.shape == first.shape and np.abs(back.astype(int) - first).mean() < 4
+    assert cli.main([*export, "qvg-2bit"]) == 2
+    assert "rtn-2bit" in capsys.readouterr().err
+    assert cli.main([*export, "rtn-2bit", "--dimensions", "color"]) == 2
+    assert cli.main(export[:-3]) == 2 and cli.main(export[:-1]) == 2

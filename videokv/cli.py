@@ -18,6 +18,7 @@ from videokv.command_line import record
 from videokv.outputs import describe
 from videokv.report import studies_cli
 from videokv.report.claims_cli import claims
+from videokv.report.vbench_cli import app as vbench_app
 from videokv.stopping import INTERRUPTED
 from videokv.studies.bench_cli import bench
 from videokv.studies.prefill_cli import prefill
@@ -47,6 +48,7 @@ app = typer.Typer(
     help="The KV cache of video world models at 2 bits, with attention kept unbiased.",
 )
 app.add_typer(worldmodel_app, name="worldmodel")
+app.add_typer(vbench_app, name="vbench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 
@@ -216,40 +218,6 @@ def metrics(
     print(f"{'frames':<20} {found.frames}\n{'identical_frames':<20} {found.identical_frames}")
     for name, why in found.missing.items():
         print(f"{name:<20} not available: {why}")
-
-
-@app.command()
-def vbench(
-    folder: Annotated[
-        Path, typer.Argument(help="Videos by dimension with prompts.json (metrics.vbench_files).")
-    ],
-    dimensions: Annotated[
-        str | None, typer.Option(help="Dimensions with commas between; default: all sixteen.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
-    as_json: AsJson = False,
-) -> None:
-    """VBench-Long over exported videos; the totals where all sixteen dimensions were scored.
-
-    Needs VBench and the weights of each dimension. Errors are over prompts, propagated to totals.
-    """
-    from dataclasses import asdict
-
-    from videokv.metrics.vbench import DIMENSIONS, totals
-    from videokv.metrics.vbench_run import score_folder
-
-    names = DIMENSIONS if dimensions is None else _names(dimensions)
-    scores = score_folder(folder, names, device=device)
-    found = {name: asdict(score) for name, score in scores.items()}
-    if set(scores) == set(DIMENSIONS):
-        whole = totals(scores)
-        found |= {n: asdict(getattr(whole, n)) for n in ("quality", "semantic", "total")}
-    if as_json:
-        _print_json(found)
-        return
-    for name, score in found.items():
-        error = "" if score["sem"] is None else f" ± {score['sem']:.4f}"
-        print(f"{name:<24} {score['mean']:.4f}{error}")
 
 
 @app.command()

@@ -11,13 +11,17 @@ from typing import Annotated
 import typer
 
 from videokv.report.run_options import AsJson, Device, Ray, Seed, Workers
-from videokv.report.studies_cli import progress
+from videokv.report.studies_cli import progress, split
 
 
 def claims(
     quick: Annotated[
         bool, typer.Option("--quick", help="1 chunk a clip, few layers: minutes on two cores.")
     ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(help="Claims by name, with commas; runs what they need. Default: all."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs; resumed.")] = Path(
         "videokv-claims"
     ),
@@ -43,13 +47,16 @@ def claims(
 
     from videokv.devices import resolve_device
     from videokv.report.claims_page import claims_page
-    from videokv.studies.claims import Evidence, EvidencePlan, judge_all
+    from videokv.studies.claims import Evidence, EvidencePlan, chosen_claims, judge_all, needs_of
     from videokv.studies.results import versions, write_bytes
 
-    plan = EvidencePlan(out, quick, seed, device, workers, ray, clips, seconds)
+    names = () if only is None else split(only)
+    chosen = chosen_claims(names)
+    needs = needs_of(chosen) if names else None
+    plan = EvidencePlan(out, quick, seed, device, workers, ray, clips, seconds, names)
     began = time.perf_counter()
     with progress() as on_unit:
-        judged = judge_all(Evidence(plan, say=on_unit))
+        judged = judge_all(Evidence(plan, say=on_unit, needs=needs), claims=chosen)
     minutes = (time.perf_counter() - began) / 60
     where = resolve_device(device)
     place = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"

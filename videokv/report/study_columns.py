@@ -16,6 +16,11 @@ STUDY_COLUMNS: dict[str, Column] = {
     "flicker": ("Flicker", "×1000, to BF16", 2, 1000),
     "lpips_alex": ("LPIPS Alex", "to BF16", 3, 1),
     "lpips_vgg": ("LPIPS VGG", "to BF16", 3, 1),
+    "psnr_early_db": ("PSNR, first quarter", "dB to BF16", 2, 1),
+    "sharpness_late_to_real": ("Sharpness, last quarter", "% of real", 1, 100),
+    "saturation_late_to_real": ("Saturation, last quarter", "% of real", 1, 100),
+    "motion_late_to_real": ("Motion, last quarter", "% of real", 1, 100),
+    "drift_late": ("Drift, last quarter", "×1000", 1, 1000),
     "flip": ("FLIP", "to BF16", 3, 1),
     "on_pareto_front": ("Pareto front", "1: on it", 0, 1),
     "nll": ("NLL", "nats a token", 4, 1),
@@ -38,6 +43,8 @@ STUDY_COLUMNS: dict[str, Column] = {
     "value_mse_relative": ("Value error", "% of power", 2, 100),
     "dense_bytes": ("Dense", "MB", 2, 1e-6),
     "held_bytes": ("Held", "MB", 2, 1e-6),
+    "formula_bytes": ("Held, by the formula", "MB", 2, 1e-6),
+    "difference_bytes": ("Measured - formula", "bytes", 0, 1),
     "peak_bytes": ("Peak", "MB", 1, 1e-6),
     "workspace_bytes": ("Workspace", "MB", 1, 1e-6),
     "longest_latent_frames": ("Longest", "latent frames", 0, 1),
@@ -48,8 +55,9 @@ def column_of(metric: str) -> Column:
     """Of any metric: one that is not listed keeps its name and shows four digits."""
     if metric.startswith("psnr_chunk_"):
         return (f"PSNR, chunk {int(metric.split('_')[2])}", "dB to BF16", 2, 1)
-    if metric.startswith("sharpness_chunk_"):
-        return (f"Sharpness, chunk {int(metric.split('_')[2])}", "×1000", 2, 1000)
+    if is_of_one_chunk(metric):
+        name, _, number = metric.partition("_chunk_")
+        return (f"{name.capitalize()}, chunk {int(number)}", "×1000", 2, 1000)
     return STUDY_COLUMNS.get(metric, (metric.replace("_", " "), "", 4, 1))
 
 

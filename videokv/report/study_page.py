@@ -9,7 +9,13 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from videokv.report.figures.from_folder import SHOWN_CLIPS, frames_of, read_folder, save_figures
+from videokv.report.figures.from_folder import (
+    SHOWN_CLIPS,
+    frames_of,
+    read_folder,
+    save_figures,
+    thinned,
+)
 from videokv.report.page import MAX_PAGE_BYTES
 from videokv.report.plots import recipe_plot
 from videokv.report.study_columns import column_of, is_of_one_chunk
@@ -28,14 +34,15 @@ TITLES = {
     "kvsplit": "Keys alone, values alone, both",
     "tradeoff": "Bits against quality",
     "ablate": "What each part brings",
-    "longrun": "As long as the clips last",
+    "longrun": "A long rollout",
     "diagnose": "What caches do to attention",
     "memory": "Memory of large models, counted",
     "prefill": "Chunked prefill of a language model",
 }
 PLOTTED = (
-    "psnr_db", "ssim", "cached_mass", "flicker", "nll", "nll_gap_recovered", "mass_shift",
-    "jsd_nats", "token_shift", "output_mse_relative",
+    "psnr_db", "psnr_early_db", "sharpness_late_to_real", "saturation_late_to_real",
+    "motion_late_to_real", "drift_late", "ssim", "cached_mass", "flicker", "nll",
+    "nll_gap_recovered", "mass_shift", "jsd_nats", "token_shift", "output_mse_relative",
 )  # fmt: skip
 OF_DIAGNOSE = PLOTTED[-4:]
 FIRST = (*PLOTTED, "bits_per_element", "ratio", "longest_latent_frames")  # in the table
@@ -61,6 +68,12 @@ FIGURES = {
     "sharpness_by_chunk": (
         "Sharpness by chunk", "Bars: one standard error, from 8 clips on. Drift to grey loses it."
     ),
+    "saturation_by_chunk": ("Saturation by chunk", "Max - min of RGB: grey has none."),
+    "motion_by_chunk": ("Motion by chunk", "A frozen picture has none."),
+    "drift_by_chunk": (
+        "Drift by chunk", "How far the distribution of pixel values is from that of real frames."
+    ),
+    "flicker_by_chunk": ("Flicker by chunk", "Error of the changes from frame to frame, to BF16."),
     "nll_by_chunk": ("NLL by chunk", ""),
 }  # fmt: skip
 WIDE = ("attention_maps", "convexity", "memory")
@@ -123,8 +136,15 @@ def _lead(results: Results, cases: int) -> str:
         )
     return (
         f"{len(names)} kinds of cache, each with the same {_what(results)}s; {REFERENCE} is the "
-        "reference."
+        f"reference.{_of_long(results)}"
     )
+
+
+def _of_long(results: Results) -> str:
+    length, actions = results.versions.get("length"), results.versions.get("actions")
+    if length is None:
+        return ""
+    return f" {length}." + ("" if actions is None else f" Actions: {actions}.")
 
 
 def _what(results: Results) -> str:
@@ -237,18 +257,21 @@ def _figure(path: Path) -> str:
 
 
 def _videos(folder: Path, made: Sequence[Path]) -> list[str]:
-    scenes = []
+    scenes, step = [], 1
     more = len(read_folder(folder).recipes) - SHOWN_CLIPS
     left_out = f" The first {SHOWN_CLIPS} caches; {more} more are in the table." if more > 0 else ""
     for number in range(VIDEO_CLIPS):
         found = frames_of(folder, case_name(number))
         if REFERENCE in found:
+            found, step = thinned(found)
             panels = tuple(Panel(name, "", frames) for name, frames in found.items())
             scenes.append(Scene(panels, context=0))
     if not scenes or len({len(scene.panels) for scene in scenes}) != 1:
         scenes = scenes[:1]
     if not scenes:
         return []
+    if step > 1:
+        left_out += f" Every {step}th frame."
     broad, narrow = encode_video(scenes), encode_video(scenes, columns=PHONE_COLUMNS)
     shown = [
         f'<figure class="wide">{_video(broad, "broad")}{_video(narrow, "narrow")}<figcaption>'

@@ -1,11 +1,12 @@
 """Bytes of a cache and the longest rollout within a budget, for the models people run.
 
     dense   chunks x chunk_tokens x 2 (K and V) x Hkv x D x 2 bytes x layers x branches
-    held    the same at counted bits an element
+    held    the same at counted bits an element; chunks that a recipe keeps exact, at 16
     peak    held + the current chunk in BF16 + one layer's past decoded (the workspace)
 
-Bits are counted from a chunk that is really packed; a model's shape is that of its sources. No
-model is loaded. Models that keep no cache (SkyReels-V2, FramePack) are not in the list.
+Bits are counted from a chunk that is really packed; a model's shape is that of its sources.
+``memory_measured`` sets models that run here beside the formula. Models that keep no cache
+(SkyReels-V2, FramePack) are not in the list.
 """
 
 from __future__ import annotations
@@ -90,9 +91,15 @@ def model(name: str) -> CacheShape:
 
 def held(shape: CacheShape, recipe: str, *, resolution: str, chunks: int) -> Held:
     """The bytes of ``chunks`` committed chunks."""
-    tokens = shape.chunk_tokens(resolution)
+    return held_tokens(shape, recipe, tokens=shape.chunk_tokens(resolution), chunks=chunks)
+
+
+def held_tokens(shape: CacheShape, recipe: str, *, tokens: int, chunks: int) -> Held:
+    """The bytes of ``chunks`` committed chunks of ``tokens`` each."""
     dense = chunks * tokens * shape.token_bytes
-    packed = dense * _bits(recipe, tokens, shape.head_dim) / 16
+    exact = min(chunks, _exact_chunks(recipe))
+    bits = _bits(recipe, tokens, shape.head_dim)
+    packed = tokens * shape.token_bytes * (exact + (chunks - exact) * bits / 16)
     workspace = 0 if recipe == "bf16" else SIDES * chunks * tokens * shape.layer_token_bytes
     current = tokens * shape.token_bytes
     return Held(dense, packed, workspace, packed + current + workspace)
@@ -100,9 +107,20 @@ def held(shape: CacheShape, recipe: str, *, resolution: str, chunks: int) -> Hel
 
 def longest(shape: CacheShape, recipe: str, *, resolution: str, budget_bytes: float) -> int:
     """Committed chunks whose peak fits the budget (0: not one)."""
-    one = held(shape, recipe, resolution=resolution, chunks=1)
-    current = shape.chunk_tokens(resolution) * shape.token_bytes
-    return max(0, int((budget_bytes - current) // (one.peak_bytes - current)))
+    exact = _exact_chunks(recipe)
+    # Beyond the exact chunks every further one costs the same.
+    start, after = (
+        held(shape, recipe, resolution=resolution, chunks=exact + more).peak_bytes
+        for more in (0, 1)
+    )
+    if budget_bytes >= start:
+        return exact + int((budget_bytes - start) // (after - start))
+    fitting = [
+        count
+        for count in range(exact)
+        if held(shape, recipe, resolution=resolution, chunks=count).peak_bytes <= budget_bytes
+    ]
+    return max(fitting, default=0)
 
 
 def run_memory(
@@ -113,11 +131,13 @@ def run_memory(
     budget_gib: float = 24.0,
     frames: int = 24,
     command: str = "",
+    measure: bool = False,
 ) -> Results:
     """Rows for every model, resolution and recipe; case ``<model> <resolution>``.
 
     frames: latent frames whose bytes are shown, rounded up to chunks. budget_gib: for the cache
-    alone, weights and activations not counted.
+    alone, weights and activations not counted. measure: also run the models that are here and set
+    the bytes they hold beside the formula's (``memory_measured``).
 
     Raises ValueError on an unknown model or recipe, and on a budget or length that is not positive.
     """
@@ -145,9 +165,27 @@ def run_memory(
                     "longest_latent_frames": float(count * shape.chunk_frames),
                 }
                 rows += [Row(case, recipe, name, float(v)) for name, v in figures.items()]
-    results = Results("memory", command, 0, "cpu", versions(), tuple(rows), protocol="none")
+    told, missing = versions(), {}
+    if measure:
+        from videokv.studies.memory_measured import measure_memory
+
+        found = measure_memory(recipes)
+        rows += found.rows
+        missing = found.not_available
+        told |= {
+            f"measured minus formula, {name}": text for name, text in found.differences.items()
+        }
+    results = Results("memory", command, 0, "cpu", told, tuple(rows), "none", missing)
     write_json(out / "results.json", results.as_json())
     return results
+
+
+def _exact_chunks(name: str) -> int:
+    """Chunks that the recipe keeps dense: its sink and its recent window."""
+    from videokv.recipes import recipe
+
+    policy = recipe(name).policy
+    return policy.sink_chunks + policy.recent_chunks
 
 
 @functools.lru_cache(maxsize=256)

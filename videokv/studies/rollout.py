@@ -6,6 +6,7 @@ Everything is imported inside the functions: naming a study loads no model and t
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 CONTEXT_FRAMES = 6
 CHUNK_FRAMES = 3
-MAX_CHUNKS = 10
+MAX_CHUNKS = 10  # what the actions of a clip reach for
+FRAMES_PER_SECOND = 35 / 3  # Doom runs at 35 tics a second, a frame is 3 of them
+REPEATED_ACTIONS = "the clip's 30 actions after its context, over again"
 MAX_WINDOW_CHUNKS = 8
 
 
@@ -146,7 +149,7 @@ def run_rollout(
     frames = rollout(
         model,
         clips.frames[index, :CONTEXT_FRAMES],
-        clips.actions[index],
+        continued(clips.actions[index], CONTEXT_FRAMES + chunks * CHUNK_FRAMES),
         cache,
         chunks=chunks,
         seed=seed,
@@ -163,6 +166,24 @@ def run_rollout(
         mass_by_layer=_mass_by_layer(cache.masses()),
         seconds_per_chunk=seconds / (chunks * len(index)),
     )
+
+
+def continued(actions: Tensor, frames: int) -> Tensor:
+    """Actions ``[B, 36]`` → ``[B, max(36, frames)]``: those after the context over again.
+
+    The model's positions do not end: RoPE is relative, and the window bounds what it spans.
+    """
+    after = actions[:, CONTEXT_FRAMES:]
+    missing = max(0, frames - actions.shape[1])
+    repeats = -(-missing // after.shape[1])
+    return torch.cat([actions, *[after] * repeats], 1)[:, : actions.shape[1] + missing]
+
+
+def chunks_for(seconds: float) -> int:
+    """Chunks of at least that many seconds; ValueError where they are not above 0."""
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds must be above 0 and finite, got {seconds}")
+    return math.ceil(seconds * FRAMES_PER_SECOND / CHUNK_FRAMES)
 
 
 def _cache_figures(memory: Any, *, clips: int) -> CacheFigures:

@@ -34,6 +34,7 @@ from videokv.studies.demo import (
     save_frames,
 )
 from videokv.studies.journal import Journal
+from videokv.studies.late_quality import RealPlay, early_quality, late_quality, real_play
 from videokv.studies.results import Results, Row, versions, write_json
 from videokv.studies.variants import REFERENCE, Variant, checked
 from videokv.studies.workers import run_units
@@ -52,8 +53,8 @@ PERCEPTUAL: dict[str, Callable[[Any, Any], float]] = {
 class RolloutPlan:
     """What to run; checked here, before any work. The reference is put first.
 
-    chunk_rows: also give psnr_db and sharpness of every chunk, as ``psnr_chunk_01_db``,
-        ``sharpness_chunk_01``, ...
+    long: any number of chunks, the clips' actions over again where they end, and the figures of
+        ``late_quality`` for every chunk.
     also: names of ``PERCEPTUAL``, which need weights or packages of their own. One that cannot be
         had is left out, and the results say why; so that it can be had later it needs a new folder.
     workers, ray: see ``workers.run_units``.
@@ -68,7 +69,7 @@ class RolloutPlan:
     seed: int = 0
     device: str = "auto"
     window: int | None = None
-    chunk_rows: bool = False
+    long: bool = False
     also: tuple[str, ...] = ()
     workers: int = 1
     ray: str | None = None
@@ -76,8 +77,10 @@ class RolloutPlan:
     def __post_init__(self) -> None:
         if self.clips < 1:
             raise ValueError(f"clips must be at least 1, got {self.clips}")
-        if not 1 <= self.chunks <= seam.MAX_CHUNKS:
-            raise ValueError(f"chunks must be 1 to {seam.MAX_CHUNKS}, got {self.chunks}")
+        if self.chunks < 1 or (self.chunks > seam.MAX_CHUNKS and not self.long):
+            raise ValueError(
+                f"chunks must be 1 to {seam.MAX_CHUNKS} (longrun takes more), got {self.chunks}"
+            )
         if self.window is not None and not 1 <= self.window <= seam.MAX_WINDOW_CHUNKS:
             raise ValueError(
                 f"window must be 1 to {seam.MAX_WINDOW_CHUNKS} chunks, got {self.window}"
@@ -120,11 +123,22 @@ def run_rollouts(
             for number in range(plan.clips)
             for row in unit_rows(journal.done.get(_key(item, number), {"rows": ()}))
         ]
+    told = {**versions(), **(_length(plan.chunks) if plan.long else {})}
     results = Results(
-        plan.study, plan.command, plan.seed, str(device), versions(), tuple(rows), "all", missing
+        plan.study, plan.command, plan.seed, str(device), told, tuple(rows), "all", missing
     )
     write_json(plan.out / "results.json", results.as_json())
     return results
+
+
+def _length(chunks: int) -> dict[str, str]:
+    """How long a long rollout is, for the record."""
+    frames = chunks * seam.CHUNK_FRAMES
+    length = {
+        "length": f"{chunks} chunks, {frames} frames, {frames / seam.FRAMES_PER_SECOND:.1f} s at "
+        f"{seam.FRAMES_PER_SECOND:.2f} frames a second"
+    }
+    return length | ({"actions": seam.REPEATED_ACTIONS} if chunks > seam.MAX_CHUNKS else {})
 
 
 def not_available(names: Sequence[str]) -> dict[str, str]:
@@ -163,9 +177,16 @@ def _run_stage(
                     journal.append(_key(item, number), _measured(plan, item, place, number, rolled))
                     if on_unit is not None:
                         total = len(plan.variants) * plan.clips
-                        on_unit(_key(item, number), len(journal.done), total)
+                        on_unit(_key(item, number), _count_done(plan, journal), total)
             if is_over(deadline):
                 return
+
+
+def _count_done(plan: RolloutPlan, journal: Journal) -> int:
+    """Of this plan: the folder may hold variants of others."""
+    return sum(
+        _key(item, number) in journal.done for item in plan.variants for number in range(plan.clips)
+    )
 
 
 def is_over(deadline: float | None) -> bool:
@@ -205,6 +226,11 @@ def _clips(count: int, seed: int) -> seam.Clips:
     return seam.get_clips(count, seed=seed)
 
 
+@functools.lru_cache(maxsize=1)
+def _real_play(count: int, seed: int) -> RealPlay:
+    return real_play(_clips(count, seed).frames)
+
+
 def with_rows(results: Results, rows: list[Row], out: Path) -> Results:
     """The results with rows added that follow from them, written again."""
     fuller = replace(results, rows=(*results.rows, *rows))
@@ -241,7 +267,8 @@ def _fingerprint(plan: RolloutPlan, device: torch.device, *, batch: int) -> dict
         "seed": plan.seed,
         "window": plan.window,
         "device": device.type,
-        "chunk_rows": plan.chunk_rows,
+        "chunk_rows": plan.long,
+        **({"actions": seam.REPEATED_ACTIONS} if plan.long else {}),
         **({"also": list(plan.also)} if plan.also else {}),
         **({"batch": batch} if batch > 1 else {}),
         "model": seam.model_digest(_model(str(device))),
@@ -264,31 +291,28 @@ def _measured(
         "ratio": rolled.cache.ratio,
         "seconds_per_chunk": rolled.seconds_per_chunk,
     }
-    if plan.chunk_rows:
-        size = seam.CHUNK_FRAMES
-        for chunk in range(len(frames) // size):
-            part = frames[chunk * size : (chunk + 1) * size]
-            figures[f"sharpness_chunk_{chunk + 1:02d}"] = sharpness(part)
+    if plan.long:
+        figures |= late_quality(
+            frames, _real_play(plan.clips, plan.seed), chunk_frames=seam.CHUNK_FRAMES
+        )
     if item.label != REFERENCE:
         reference = load_frames(frames_path(plan.out, REFERENCE, case))
-        figures |= _distances(frames, reference, chunk_rows=plan.chunk_rows)
+        figures |= _distances(frames, reference, long=plan.long)
         figures |= {name: PERCEPTUAL[name](frames, reference) for name in plan.also}
     return {"rows": [(case, item.label, name, value) for name, value in figures.items()]}
 
 
-def _distances(frames: Any, reference: Any, *, chunk_rows: bool) -> dict[str, float]:
+def _distances(frames: Any, reference: Any, *, long: bool) -> dict[str, float]:
     distance = psnr(frames, reference)
-    by_frame, size = distance.per_frame_db, seam.CHUNK_FRAMES
+    by_frame = np.asarray(distance.per_frame_db)
     figures = {
         "psnr_db": distance.psnr_db,
         "psnr_pooled_db": distance.psnr_pooled_db,
-        "psnr_first_chunk_db": float(np.mean(by_frame[:size])),
+        "psnr_first_chunk_db": float(np.mean(by_frame[: seam.CHUNK_FRAMES])),
         "identical_frames": float(distance.identical_frames),
         "ssim": ssim(frames, reference),
         "flicker": flicker(frames, reference),
     }
-    if chunk_rows:
-        for chunk in range(len(by_frame) // size):
-            part = by_frame[chunk * size : (chunk + 1) * size]
-            figures[f"psnr_chunk_{chunk + 1:02d}_db"] = float(np.mean(part))
+    if long:
+        figures |= early_quality(frames, reference, by_frame, chunk_frames=seam.CHUNK_FRAMES)
     return figures

@@ -23,6 +23,10 @@ NAMES = {
     "ssim": "SSIM against BF16",
     "nll": "NLL, nats a token",
     "sharpness": "mean luminance gradient a pixel",
+    "saturation": "max - min of RGB, peak 1",
+    "motion": "change from frame to frame, peak 1",
+    "drift": "distance of pixel values from real ones",
+    "flicker": "error of changes, to BF16, peak 1",
 }
 
 
@@ -137,8 +141,8 @@ def nll_by_chunk(results: Results) -> dict[str, list[float]]:
 def by_chunk(
     results: Results, metric: str
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """recipe → mean of ``metric`` ("psnr_db", "sharpness") in each generated chunk of a long run,
-    and recipe → its standard errors, where enough clips stand behind them."""
+    """recipe → mean of ``metric`` ("psnr_db", "sharpness", ...) in each generated chunk of a
+    long run, and recipe → its standard errors, where enough clips stand behind them."""
     stem, _, unit = metric.partition("_")
     pattern = rf"{stem}_chunk_\d+" + (f"_{unit}" if unit else "")
     means: dict[str, list[float]] = {}

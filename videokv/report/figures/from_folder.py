@@ -15,8 +15,10 @@ from videokv.studies.demo import load_frames
 from videokv.studies.results import Results, read_results
 from videokv.studies.variants import REFERENCE, path_name
 
+BY_CHUNK = ("psnr_db", "sharpness", "saturation", "motion", "drift", "flicker")
 SHOWN_FRAMES = 6
 SHOWN_CLIPS = 8
+VIDEO_FRAMES = 120  # longer rollouts are shown in fast motion, or the report would grow too large
 
 
 def read_folder(folder: Path) -> Results:
@@ -43,7 +45,7 @@ def save_figures(folder: Path, *, clip: str = "clip-000") -> list[Path]:
     if results.study == "tradeoff":
         made += save_tradeoff(results, out)
     if results.study == "longrun":
-        for metric in ("psnr_db", "sharpness"):
+        for metric in BY_CHUNK:
             means, errors = by_chunk(results, metric)
             if means:
                 made += save_by_chunk(means, out, metric=metric, errors=errors)
@@ -63,7 +65,14 @@ def save_frames(folder: Path, out: Path, *, clip: str) -> list[Path]:
     numbers = np.unique(np.linspace(0, length - 1, min(SHOWN_FRAMES, length)).round().astype(int))
     out.mkdir(parents=True, exist_ok=True)
     made = list(save_frames_side_by_side(found, out, frames=numbers.tolist()))
-    return [*made, save_difference_video(found, out / "differences.mp4")]
+    return [*made, save_difference_video(thinned(found)[0], out / "differences.mp4")]
+
+
+def thinned(found: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Every n-th frame of rollouts of one length, so that at most ``VIDEO_FRAMES`` stay; and n."""
+    longest = max(len(frames) for frames in found.values())
+    step = -(-longest // VIDEO_FRAMES)
+    return {label: frames[::step] for label, frames in found.items()}, step
 
 
 def frames_of(folder: Path, clip: str) -> dict[str, Any]:

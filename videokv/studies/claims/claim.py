@@ -48,10 +48,11 @@ class Finding:
 @dataclass(frozen=True)
 class Claim:
     """says: the claim in our words. where: in the paper. command: what measures it here, with
-    ``{rolled}``, ``{diagnosed}`` and ``{prefilled}`` for the size of the run.
+    ``{rolled}``, ``{diagnosed}``, ``{prefilled}`` and ``{claimed}`` for the size of the run.
 
-    rule: when it counts as holding. otherwise: the likely reason where it does not. judge: None
-    for a claim that cannot be tested here, ``otherwise`` then says why.
+    rule: when it counts as holding. otherwise: the likely reason where it does not, or what makes
+    it from figures of the evidence. judge: None for a claim that cannot be tested here,
+    ``otherwise`` then says why.
     """
 
     key: str
@@ -60,7 +61,7 @@ class Claim:
     says: str
     command: str
     rule: str
-    otherwise: str
+    otherwise: str | Callable[[Evidence], str]
     judge: Callable[[Evidence], Finding] | None
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from videokv.devices import resolve_device
 from videokv.studies.claims.claim import Untestable
 from videokv.studies.diagnose import DiagnosePlan, run_diagnose
 from videokv.studies.prefill import PrefillStudy, run_prefill
@@ -66,6 +68,7 @@ DIAGNOSED: tuple[Variant, ...] = (
     variant(WM, PSAC, candidates=1, metric="none"),
     variant(WM),
 )
+PREFILL_TEXT, PREFILL_CHUNK_TOKENS = "python-reference", 256
 PREFILLED = ("bf16", "rtn-2bit", "rtn-2bit+taylor")
 
 
@@ -74,7 +77,8 @@ class EvidencePlan:
     """quick: 8 clips, 1 chunk, few layers and steps, short text; else 4 chunks and all of them.
 
     clips: None takes the 8 that are shipped, and 32 in a full run where ViZDoom can play the
-    others. seconds: no clip is begun after them; None: as long as it takes.
+    others. seconds: no clip is begun after them; None: as long as it takes. only: names of the
+    claims that are judged, for the command; all without any.
     """
 
     out: Path
@@ -85,6 +89,7 @@ class EvidencePlan:
     ray: str | None = None
     clips: int | None = None
     seconds: float | None = None
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.clips is not None and self.clips < 2:
@@ -95,11 +100,17 @@ class EvidencePlan:
     @property
     def command(self) -> str:
         """What makes the same evidence again, whatever the folder and the machine."""
-        parts = ["videokv claims"]
-        parts += ["--quick"] if self.quick else []
-        parts += [] if self.clips is None else [f"--clips {self.clips}"]
-        parts += [f"--seed {self.seed}"] if self.seed else []
-        return " ".join(parts)
+        some = [f"--only {','.join(self.only)}"] if self.only else []
+        given = [] if self.clips is None else [f"--clips {self.clips}"]
+        return " ".join(["videokv claims", *some, *self._quick, *given, *self._seed])
+
+    @property
+    def _quick(self) -> list[str]:
+        return ["--quick"] if self.quick else []
+
+    @property
+    def _seed(self) -> list[str]:
+        return [f"--seed {self.seed}"] if self.seed else []
 
     @property
     def clip_count(self) -> int:
@@ -121,13 +132,14 @@ class EvidencePlan:
 
     @property
     def size_options(self) -> dict[str, str]:
-        """What ``{rolled}``, ``{diagnosed}`` and ``{prefilled}`` in a claim's command stand for."""
+        """What ``{rolled}``, ``{diagnosed}`` , ``{prefilled}`` and ``{claimed}`` stand for."""
         rolled = f"--clips {self.clip_count} --chunks {self.chunks}"
         some = [] if self.layers is None else [f"--layers {','.join(map(str, self.layers))}"]
         return {
             "rolled": rolled,
             "diagnosed": " ".join([rolled, *some, f"--steps {','.join(map(str, self.steps))}"]),
-            "prefilled": f"--tokens {self.prefill_tokens}",
+            "prefilled": f"--text {PREFILL_TEXT} --tokens {self.prefill_tokens}",
+            "claimed": " ".join([*self._quick, f"--clips {self.clip_count}", *self._seed]),
         }
 
     @property
@@ -135,15 +147,30 @@ class EvidencePlan:
         return 1536 if self.quick else 4608
 
 
+@dataclass(frozen=True)
+class Needs:
+    """recipes: labels of ``ROLLED`` that are compared; diagnosis, prefill: whether to run them."""
+
+    recipes: frozenset[str] = frozenset(item.label for item in ROLLED)
+    diagnosis: bool = True
+    prefill: bool = True
+
+
 class Evidence:
     """Runs made when first asked for. say: called with (what, units done, units).
+
+    needs: what the claims use; the rest is not run. A finished prefill in the folder is checked
+    here, before any work: ValueError where its settings are others.
 
     Attributes:
         deadline: of ``time.monotonic``, from ``plan.seconds`` and the moment of construction.
     """
 
-    def __init__(self, plan: EvidencePlan, *, say: Say) -> None:
+    def __init__(self, plan: EvidencePlan, *, say: Say, needs: Needs | None = None) -> None:
         self.plan = plan
+        self.needs = Needs() if needs is None else needs
+        if self.needs.prefill:
+            self._finished_prefill()
         self.deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
         self._say = say
 
@@ -152,12 +179,15 @@ class Evidence:
         """All of ``ROLLED`` against bf16, after the shorter runs: a budget that ends early costs
         clips of the rollouts, not whole kinds of evidence."""
         plan = self.plan
-        _ = self.diagnosis
-        with suppress(Untestable):
-            _ = self.prefill
+        if self.needs.diagnosis:
+            _ = self.diagnosis
+        if self.needs.prefill:
+            with suppress(Untestable):
+                _ = self.prefill
+        wanted = tuple(item for item in ROLLED if item.label in self.needs.recipes)
         return run_rollouts(
             RolloutPlan(
-                "claims rollouts", ROLLED, plan.out / "rollouts", plan.command, plan.clip_count,
+                "claims rollouts", wanted, plan.out / "rollouts", plan.command, plan.clip_count,
                 plan.chunks, plan.seed, plan.device, workers=plan.workers, ray=plan.ray,
             ),
             on_unit=self._say, deadline=self.deadline,
@@ -191,18 +221,17 @@ class Evidence:
         A finished run in the folder serves too, also where the model is not: it may come from
         another machine.
         """
-        finished = self.plan.out / "prefill" / "results.json"
-        if finished.is_file():
-            return read_results(finished)
+        finished = self._finished_prefill()
+        if finished is not None:
+            return finished
         if is_over(self.deadline):
             raise Untestable(OUT_OF_TIME)
-        device = "cpu" if self.plan.device == "auto" else self.plan.device
         study = PrefillStudy(
             recipes=PREFILLED,
-            text=("python-reference",),
-            chunk_tokens=256,
+            text=(PREFILL_TEXT,),
+            chunk_tokens=PREFILL_CHUNK_TOKENS,
             tokens=self.plan.prefill_tokens,
-            device=device,
+            device=str(resolve_device(self.plan.device)),
         )
         try:
             default_model_path()
@@ -214,6 +243,34 @@ class Evidence:
             raise
         except (ImportError, ValueError) as error:
             raise Untestable(f"no language model here: {error}") from error
+
+    def _finished_prefill(self) -> Results | None:
+        """The prefill in the folder, None where there is none; ValueError naming what is other."""
+        path = self.plan.out / "prefill" / "results.json"
+        if not path.is_file():
+            return None
+        found = read_results(path)
+        documents = {row.case.partition("/")[0] for row in found.rows}
+        read = re.match(r"the first (\d+) tokens of ", found.versions.get("text", ""))
+        here = {
+            "study": (found.study, "prefill"),
+            "chunk": (found.versions.get("chunk_tokens"), str(PREFILL_CHUNK_TOKENS)),
+            "tokens": (read and read[1], str(self.plan.prefill_tokens)),
+            "text": (", ".join(sorted(documents)), PREFILL_TEXT),
+            "recipes": (
+                ", ".join(name for name in PREFILLED if name in found.recipes),
+                ", ".join(PREFILLED),
+            ),
+        }
+        with suppress(ValueError):  # without the model its name is not known
+            here["model"] = (found.versions.get("model"), default_model_path().name)
+        for name, (there, wanted) in here.items():
+            if there != wanted:
+                raise ValueError(
+                    f"{path} has {name} = {there or 'none'}, these claims need {wanted}; give "
+                    "another --out, or delete that folder and it is run again"
+                )
+        return found
 
     def _run_prefill(self, study: PrefillStudy) -> Results:
         return run_prefill(
