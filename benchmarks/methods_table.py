@@ -192,15 +192,22 @@ def formats() -> None:
         f"{len(prefill['bf16']['nll'])} chunks of 512; differences are to the dense caches of "
         "these runs.\n"
     )
-    print("| recipe | PSNR, dB | mass - BF16, points | NLL - dense |")
-    print("| --- | --- | --- | --- |")
+    print(
+        "| recipe | bits | PSNR, dB | mass - BF16, points | token shift, % | bits | NLL - dense |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    shifts = {row["recipe"]: row for row in found.get("diagnosis", ())}
     for name in names:
-        cells = ["", "", ""]
+        cells = ["", "", "", "", "", ""]
         if name in world:
-            cells[0] = told(world[name]["psnr_db"], 2)
-            cells[1] = told(paired(world, name, "bf16", "mass"), 2, sign=True, scale=100)
+            cells[0] = f"{world[name]['held_bits']:.2f}"
+            cells[1] = told(world[name]["psnr_db"], 2)
+            cells[2] = told(paired(world, name, "bf16", "mass"), 2, sign=True, scale=100)
+        if name in shifts:
+            cells[3] = told(shifts[name]["token_shift"], 1, scale=100)
         if name in prefill:
-            cells[2] = told(paired(prefill, name, "bf16", "nll"), 4, sign=True)
+            cells[4] = f"{prefill[name]['held_bits']:.2f}"
+            cells[5] = told(paired(prefill, name, "bf16", "nll"), 4, sign=True)
         print("| " + " | ".join([f"`{name}`", *cells]) + " |")
 
 
