@@ -230,3 +230,17 @@ def test_frames_of_a_study_are_exported(capsys, monkeypatch, tmp_path) -> None:
     assert "rtn-2bit" in capsys.readouterr().err
     assert cli.main([*export, "rtn-2bit", "--dimensions", "color"]) == 2
     assert cli.main(export[:-3]) == 2 and cli.main(export[:-1]) == 2
+
+
+@pytest.mark.parametrize("prompt", [1, None, ["a cat"], " "])
+def test_prompts_that_are_not_text_are_refused(tmp_path, prompt):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"color": ["a cat", prompt]}))
+    with pytest.raises(ValueError, match="prompts must be text"):
+        vbench_export.read_prompt_list(path)
+
+
+def test_an_empty_list_of_exported_videos_is_named(tmp_path):
+    (tmp_path / "prompts.json").write_text("[]")
+    with pytest.raises(ValueError, match="lists no videos"):
+        vbench_files.read_prompts(tmp_path)

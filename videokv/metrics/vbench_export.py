@@ -40,7 +40,7 @@ def read_prompt_list(path: Path | None) -> dict[str, list[str]]:
         read = json.loads(path.read_text())
         found = read if isinstance(read, dict) else _by_dimension(read)
         whole = {
-            name: [str(prompt) for prompt in prompts]
+            name: [_text(prompt) for prompt in prompts]
             for name, prompts in found.items()
             if isinstance(prompts, list)
         }
@@ -54,6 +54,12 @@ def read_prompt_list(path: Path | None) -> dict[str, list[str]]:
             f"{path}: expected lists of prompts for some of {DIMENSIONS}, got {unknown or 'none'}"
         )
     return {name: whole[name] for name in DIMENSIONS if name in whole}
+
+
+def _text(prompt: object) -> str:
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise TypeError(f"prompts must be text, got {prompt!r}")
+    return prompt
 
 
 def export_videos(

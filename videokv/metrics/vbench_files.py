@@ -111,7 +111,9 @@ def read_prompts(folder: Path) -> tuple[Export, ...]:
         entries = tuple(Export(**entry) for entry in json.loads(path.read_text()))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a list of exported videos: {error}") from error
+    if not entries:
+        raise ValueError(f"{path} lists no videos; export the videos again")
     absent = [entry.file for entry in entries if not (folder / entry.file).is_file()]
-    if not entries or absent:
+    if absent:
         raise ValueError(f"{folder} lacks {len(absent)} of {len(entries)} videos: {absent[:3]}")
     return entries
