@@ -32,17 +32,13 @@ class DivergenceFit:
         """Factors ``[B, Hkv, F]`` (F = 1 without groups), by damped Newton steps from 0."""
         if not packed.noise() or queries is None:
             return None
-        rows, heads = queries.float(), keys.shape[1]
-        repeats = rows.shape[1] // heads
+        rows, repeats = queries.float(), queries.shape[1] // keys.shape[1]
         b = _features(packed, rows, scale)
         if not self.groups:
             b = b.sum(-1, keepdim=True)
 
-        def score(k: Tensor) -> Tensor:
-            products = rows @ k.float().repeat_interleave(repeats, 1).mT * scale
-            return products.unflatten(1, (heads, repeats)).flatten(2, 3)
-
-        current, noisy = score(keys), score(packed.decode(torch.float32))
+        current = _scores(rows, keys, scale)
+        noisy = _scores(rows, packed.decode(torch.float32), scale)
         true = current
         if self.far:
             near = ~far_pairs(rows.shape[2], keys.shape[2]).repeat(repeats, 1).to(keys.device)
@@ -69,6 +65,13 @@ class DivergenceFit:
         widths = [packed.shape[3] // term.query_map.group_size for term in terms]
         parts = factors.split(widths, -1) if self.groups else [factors] * len(terms)
         return tuple(t.scaled(part[:, :, None]) for t, part in zip(terms, parts, strict=True))
+
+
+def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """``[B, Hkv, R, T]``: the rows of all query heads of a KV head side by side."""
+    heads, repeats = keys.shape[1], queries.shape[1] // keys.shape[1]
+    products = queries @ keys.float().repeat_interleave(repeats, 1).mT * scale
+    return products.unflatten(1, (heads, repeats)).flatten(2, 3)
 
 
 def _features(packed: Packed, queries: Tensor, scale: float) -> Tensor:
@@ -106,15 +109,11 @@ class SquareFit:
         """Factors ``[B, Hkv, 1]``: the best of a lattice over the range, refined by a parabola."""
         if not packed.noise() or queries is None:
             return None
-        rows, heads = queries.float(), keys.shape[1]
-        repeats = rows.shape[1] // heads
+        rows, repeats = queries.float(), queries.shape[1] // keys.shape[1]
         b = _features(packed, rows, scale).sum(-1)
 
-        def score(k: Tensor) -> Tensor:
-            products = rows @ k.float().repeat_interleave(repeats, 1).mT * scale
-            return products.unflatten(1, (heads, repeats)).flatten(2, 3)
-
-        exact, noisy = score(keys), score(packed.decode(torch.float32))
+        exact = _scores(rows, keys, scale)
+        noisy = _scores(rows, packed.decode(torch.float32), scale)
         far = far_pairs(rows.shape[2], keys.shape[2]).repeat(repeats, 1).to(keys.device)
         target = exact.softmax(-1)
         low, high = FACTOR_RANGE

@@ -24,6 +24,7 @@ from torch import Tensor
 from videokv.noise import ScoreNoise
 
 Role = Literal["key", "value"]
+NARROW_BACKEND = "triton-fp8"  # the one backend that reads values (or keys too) in E4M3
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from videokv.attention.checks import check_call
-from videokv.protocols import AttentionBackend, Segment
+from videokv.protocols import NARROW_BACKEND, AttentionBackend, Segment
 
 # Module and name of each backend; imported when first needed.
 _BACKENDS = {
@@ -24,7 +24,6 @@ _BACKENDS = {
 }
 # What "auto" tries, in this order: the others round more, or are there to be compared with.
 _AUTO = ("sdpa", "triton", "eager")
-NARROW_BACKEND = "triton-fp8"
 
 
 @dataclass(frozen=True)

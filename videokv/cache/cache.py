@@ -21,9 +21,7 @@ from videokv.cache.rows import worth_gathering
 from videokv.cache.workspace import Workspace
 from videokv.kernels.reconstruct import Rope
 from videokv.noise import ScoreNoise
-from videokv.protocols import Correction, Quantizer, Role, Segment
-
-NARROW_BACKEND = "triton-fp8"  # reads cached rows in E4M3
+from videokv.protocols import NARROW_BACKEND, Correction, Quantizer, Role, Segment
 
 
 class CacheRecipe(Protocol):

@@ -223,3 +223,31 @@ def store_block(target, values, inside, AS_BYTES: tl.constexpr):
         if target.dtype.element_ty == tl.float16:
             values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         tl.store(target, values.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_codes(
+    packed, codes, row, live, BT: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Codes int32 [BT, BD] as packed rows; WORDS: in words of 16 bits, the first byte lowest."""
+    if BITS == 3:
+        slot = tl.arange(0, 8)
+        word = tl.sum(tl.reshape(codes, [BT, BD // 8, 8]) << (21 - 3 * slot)[None, None, :], 2)
+        column = tl.arange(0, BD // 8) * 3
+        target = packed + row[:, None] * ROW_BYTES + column[None, :]
+        fits = live[:, None] & (column < ROW_BYTES)[None, :]
+        tl.store(target, (word >> 16).to(tl.uint8), mask=fits)
+        tl.store(target + 1, ((word >> 8) & 255).to(tl.uint8), mask=fits)
+        tl.store(target + 2, (word & 255).to(tl.uint8), mask=fits)
+    else:
+        each: tl.constexpr = 8 // BITS  # of a byte
+        count: tl.constexpr = 2 * each if WORDS else each
+        length: tl.constexpr = ROW_BYTES // 2 if WORDS else ROW_BYTES
+        slot = tl.arange(0, count)
+        shifts = 8 * (slot // each) + (8 - BITS) - BITS * (slot % each)
+        word = tl.sum(tl.reshape(codes, [BT, BD // count, count]) << shifts[None, None, :], 2)
+        column = tl.arange(0, BD // count)
+        target = packed + row[:, None] * length + column[None, :]
+        fits = live[:, None] & (column < length)[None, :]
+        tl.store(target, word.to(packed.dtype.element_ty), mask=fits)

@@ -211,10 +211,10 @@ def check_moment(moment: Tensor, x: Tensor) -> None:
 def principal_directions(moment: Tensor, *, rank: int) -> Tensor:
     """The ``rank`` directions of ``[B, H, D, D]`` with the largest eigenvalues, BF16.
 
-    By subspace iteration: products and small triangular systems, where a GPU's eigensolver takes
-    a hundred times as long. Directions whose eigenvalues are within a tenth of each other may stay
-    mixed: they are worth the same. In float64, though BF16 is kept: float32 directions change with
-    the number of threads. Each one's largest entry is made positive, for a sign is free.
+    By subspace iteration: a GPU's eigensolver made a rollout ten times slower. Directions whose
+    eigenvalues are within a tenth of each other may stay mixed: they are worth the same. In
+    float64, though BF16 is kept: float32 directions change with the number of threads. Each one's
+    largest entry is made positive, for a sign is free.
     """
     matrix = moment.double()
     size = matrix.shape[-1]

@@ -113,7 +113,7 @@ def longrun(
     chunks: Annotated[
         int | None,
         typer.Option(
-            help="Chunks of 3 frames, any number; 35 frames are 3 s. Default: 60, 15.4 s."
+            help="Chunks of 3 frames, up to 10,000; 35 frames are 3 s. Default: 60, 15.4 s."
         ),
     ] = None,
     seconds: Annotated[

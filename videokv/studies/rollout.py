@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 CONTEXT_FRAMES = 6
 CHUNK_FRAMES = 3
 MAX_CHUNKS = 10  # what the actions of a clip reach for
+LONGEST_CHUNKS = 10_000  # 43 minutes; all frames of a clip are held until its end
 FRAMES_PER_SECOND = 35 / 3  # Doom runs at 35 tics a second, a frame is 3 of them
 REPEATED_ACTIONS = "the clip's 30 actions after its context, over again"
 MAX_WINDOW_CHUNKS = 8

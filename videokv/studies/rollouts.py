@@ -77,10 +77,10 @@ class RolloutPlan:
     def __post_init__(self) -> None:
         if self.clips < 1:
             raise ValueError(f"clips must be at least 1, got {self.clips}")
-        if self.chunks < 1 or (self.chunks > seam.MAX_CHUNKS and not self.long):
-            raise ValueError(
-                f"chunks must be 1 to {seam.MAX_CHUNKS} (longrun takes more), got {self.chunks}"
-            )
+        most = seam.LONGEST_CHUNKS if self.long else seam.MAX_CHUNKS
+        if not 1 <= self.chunks <= most:
+            hint = "" if self.long else " (longrun takes more)"
+            raise ValueError(f"chunks must be 1 to {most}{hint}, got {self.chunks}")
         if self.window is not None and not 1 <= self.window <= seam.MAX_WINDOW_CHUNKS:
             raise ValueError(
                 f"window must be 1 to {seam.MAX_WINDOW_CHUNKS} chunks, got {self.window}"

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
-from videokv.kernels.blocks import row_alignment
+from videokv.kernels.blocks import row_alignment, store_codes
 from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import decode_e4m3, encode_e4m3, round_bf16, round_even
 from videokv.kernels.pack_codes import packed_length
@@ -238,7 +238,7 @@ def _kernel(
         codes = tl.reshape(codes, [BT, BD])
         if BD > D:
             codes = tl.where((channel < D)[None, :], codes, 0)
-        _store_codes(packed, codes, row, live, BT, BD, BITS, ROW_BYTES, WORDS)
+        store_codes(packed, codes, row, live, BT, BD, BITS, ROW_BYTES, WORDS)
 
     tl.atomic_max(facts + head * 4 + 0, _bits(peak))
     tl.atomic_max(facts + head * 4 + 1, _bits(seen))
@@ -280,34 +280,6 @@ def _two_bits(values, divisor, zero, ZERO: tl.constexpr, AWAY: tl.constexpr):
 @triton.jit
 def _as_int(x):
     return x.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _store_codes(
-    packed, codes, row, live, BT: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr,
-    ROW_BYTES: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Codes int32 [BT, BD] as packed rows; WORDS: in words of 16 bits, the first byte lowest."""
-    if BITS == 3:
-        slot = tl.arange(0, 8)
-        word = tl.sum(tl.reshape(codes, [BT, BD // 8, 8]) << (21 - 3 * slot)[None, None, :], 2)
-        column = tl.arange(0, BD // 8) * 3
-        target = packed + row[:, None] * ROW_BYTES + column[None, :]
-        fits = live[:, None] & (column < ROW_BYTES)[None, :]
-        tl.store(target, (word >> 16).to(tl.uint8), mask=fits)
-        tl.store(target + 1, ((word >> 8) & 255).to(tl.uint8), mask=fits)
-        tl.store(target + 2, (word & 255).to(tl.uint8), mask=fits)
-    else:
-        each: tl.constexpr = 8 // BITS  # of a byte
-        count: tl.constexpr = 2 * each if WORDS else each
-        length: tl.constexpr = ROW_BYTES // 2 if WORDS else ROW_BYTES
-        slot = tl.arange(0, count)
-        shifts = 8 * (slot // each) + (8 - BITS) - BITS * (slot % each)
-        word = tl.sum(tl.reshape(codes, [BT, BD // count, count]) << shifts[None, None, :], 2)
-        column = tl.arange(0, BD // count)
-        target = packed + row[:, None] * length + column[None, :]
-        fits = live[:, None] & (column < length)[None, :]
-        tl.store(target, word.to(packed.dtype.element_ty), mask=fits)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from videokv.kernels.blocks import labels_block, row_alignment
+from videokv.kernels.blocks import labels_block, row_alignment, store_codes
 from videokv.kernels.gpu import on_device, products
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_unbiased.layout import GAUSSIAN_STEP, TRIED, Centres, half_range
@@ -162,23 +162,7 @@ def _kernel(
         codes = tl.reshape(codes, [BT, BD])
     codes = tl.where(used[None, :], codes, 0)
     row = head * tokens + token
-    if BITS == 3:
-        slot = tl.arange(0, 8)
-        word = tl.sum(tl.reshape(codes, [BT, BD // 8, 8]) << (21 - 3 * slot)[None, None, :], 2)
-        column = tl.arange(0, BD // 8) * 3
-        target = packed + row[:, None] * ROW_BYTES + column[None, :]
-        fits = live[:, None] & (column < ROW_BYTES)[None, :]
-        tl.store(target, (word >> 16).to(tl.uint8), mask=fits)
-        tl.store(target + 1, ((word >> 8) & 255).to(tl.uint8), mask=fits)
-        tl.store(target + 2, (word & 255).to(tl.uint8), mask=fits)
-    else:
-        each: tl.constexpr = 8 // BITS
-        shifts = (8 - BITS) - BITS * tl.arange(0, each)
-        byte = tl.sum(tl.reshape(codes, [BT, BD // each, each]) << shifts[None, None, :], 2)
-        column = tl.arange(0, BD // each)
-        target = packed + row[:, None] * ROW_BYTES + column[None, :]
-        fits = live[:, None] & (column < ROW_BYTES)[None, :]
-        tl.store(target, byte.to(tl.uint8), mask=fits)
+    store_codes(packed, codes, row, live, BT, BD, BITS, ROW_BYTES, False)
 
 
 @triton.jit
