@@ -108,7 +108,7 @@ def test_a_reversed_effect_is_said_as_it_is() -> None:
 
 def test_mixed_signs_and_few_clips_are_not_dressed_up() -> None:
     said = words(results({"rtn-2bit": [30.0, 30.0, 30.0], "rtn-2bit+taylor": [32.0, 29.9, 31.0]}))
-    assert "with this sign in 2 clips only" in said and "±" not in said
+    assert "with this sign in 2 of" in said and "±" not in said
     assert "examples, not a measurement" in caution(3) and "example" in caution(1)
 
 

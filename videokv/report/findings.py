@@ -245,8 +245,9 @@ def _verdict(differences: Sequence[float]) -> str:
     if n == 1:
         return f"{change} dB (one clip)"
     same = sum(math.copysign(1, d) == math.copysign(1, mean) for d in differences)
-    agree = "in every clip" if same == n else f"on average, with this sign in {same} clips only"
-    return f"{change} dB {agree} (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{n})"
+    agree = "in every clip" if same == n else f"on average, with this sign in {same} of {n} clips"
+    told = f" (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{n})" if same == n else ""
+    return f"{change} dB {agree}{told}"
 
 
 def _signed(value: float, *, digits: int = 1) -> str:

@@ -69,6 +69,11 @@ def _finding(finding: Finding, recipes: Sequence[str]) -> str:
     )
 
 
+def _breakable(recipe: str) -> str:
+    """The name escaped; a narrow column may break it before its correction."""
+    return escape(recipe).replace("+", "<wbr>+")
+
+
 def _prose(text: str, recipes: Sequence[str]) -> str:
     """Escaped text in which the names of recipes stand out and do not break."""
     names = "|".join(re.escape(escape(name)) for name in sorted(recipes, key=len, reverse=True))
@@ -94,7 +99,7 @@ def _table_row(results: Results, recipe: str, *, best: bool) -> str:
     cells = "".join(_cell(results, recipe, metric) for metric in COLUMNS)
     kind = ' class="best"' if best else ""
     return (
-        f'<tr{kind}><th scope="row" data-value="{escape(recipe)}">{mark}{escape(recipe)}</th>'
+        f'<tr{kind}><th scope="row" data-value="{escape(recipe)}">{mark}{_breakable(recipe)}</th>'
         f"{cells}</tr>"
     )
 
