@@ -160,6 +160,9 @@ def sizes() -> None:
     for name in per_size[256]:
         cells = []
         for rows in per_size.values():
+            if name not in rows:
+                cells += ["not run"] * 3
+                continue
             nll = sum(rows[name]["nll"]) / len(rows[name]["nll"])
             cells += [f"{rows[name]['held_bits']:.3f}", f"{nll:.4f}", share(rows, name)]
         print(f"| `{name}` | " + " | ".join(cells) + " |")
