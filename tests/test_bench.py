@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from videokv import cli
+from videokv.report.figures.bench_curve import save_bench_curve
 from videokv.studies import bench as study
 from videokv.studies.bench import Bench, Figure, Sizes, Unavailable
 from videokv.studies.bench_sections import SECTIONS
@@ -21,6 +22,15 @@ def test_every_section_runs_on_tiny_tensors():
     assert run.failures == []
     names = {figure.name.split("/")[0] for figure in run.figures}
     assert names == {*SECTIONS} and run.curve[0]["cached_tokens"] == 32
+
+
+def test_the_curve_is_drawn_with_its_data(tmp_path):
+    rows = [{"cached_tokens": n, "dense_cudnn_ms": n / 9, "sdpa_ms": n / 10} for n in (6400, 12800)]
+    png, svg, data = save_bench_curve(rows, tmp_path, name="gpu-curve")
+    assert png.read_bytes()[:4] == b"\x89PNG" and "cached keys" in svg.read_text()
+    assert json.loads(data.read_text())["points"] == rows
+    with pytest.raises(ValueError, match="no point"):
+        save_bench_curve([], tmp_path)
 
 
 def test_a_broken_section_is_reported_and_the_next_one_runs():

@@ -61,11 +61,23 @@ def bench(
     name = _slug(place) + ("-tiny" if tiny else "")
     path, facts = study.write(run, out, name=name, run_facts=_facts(place))
     say(f"\nfigures {path}\nrun     {facts}")
+    if run.curve:
+        _plot(run.curve, out, name, say)
     if as_json:
         print(json.dumps([vars(figure) for figure in run.figures], indent=1, allow_nan=False))
     if run.failures:
         say(f"{len(run.failures)} failed:\n  " + "\n  ".join(run.failures))
         raise typer.Exit(1)
+
+
+def _plot(curve: list[dict[str, Any]], out: Path, name: str, say: Any) -> None:
+    """<gpu>-curve.png, .svg and .json, where the plots' packages are there."""
+    from videokv.report.figures.bench_curve import save_bench_curve
+
+    try:
+        say(f"curve   {save_bench_curve(curve, out, name=f'{name}-curve')[0]}")
+    except ImportError as error:
+        say(f"curve   not drawn: {error}")
 
 
 def _check(study: Any, path: Path) -> None:

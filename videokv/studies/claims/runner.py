@@ -60,12 +60,13 @@ def judge_all(
 
 
 def chosen_claims(names: Sequence[str]) -> tuple[Claim, ...]:
-    """Claims by name in the order of the list, all without names; ValueError names the nearest."""
+    """Claims by name in the order of the list, all without names; ValueError names them all."""
     known = [claim.key for claim in CLAIMS]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
-            raise ValueError(f"no claim is called {name!r}; the nearest are {', '.join(near)}")
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"no claim is called {name!r}{hint}; there are {', '.join(known)}")
     return tuple(claim for claim in CLAIMS if not names or claim.key in names)
 
 
