@@ -251,6 +251,8 @@ def test_small_shared_memory_gets_smaller_tiles_and_none_is_said():
     assert hopper == Tile(128, 64, 8, 4)
     assert small is not None and small.keys * small.stages < hopper.keys * hopper.stages
     assert choose_tile(limit_bytes=4 << 10, **sizes) is None
+    narrow = choose_tile(limit_bytes=227 << 10, value_bytes=1, **sizes)
+    assert narrow is not None and hopper is not None and narrow.keys > hopper.keys
     wide_heads = sizes | {"head_dim": 256, "value_dim": 256}
     assert choose_tile(limit_bytes=99 << 10, **wide_heads) is not None
 

@@ -85,6 +85,7 @@ def device_tile(call: Call) -> Tile | None:
         value_dim=call.value_dim,
         columns=call.columns,
         rows=call.query.shape[2],
+        value_bytes=None if call.past is None else call.past.values.element_size(),
     )
 
 
