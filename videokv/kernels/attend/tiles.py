@@ -33,10 +33,8 @@ class Tile:
         value_bytes: int | None = None,
     ) -> int:
         """What the queries and the pipelined keys, values and columns take (an upper estimate)."""
-        past_row = head_dim * item_bytes + value_dim * (value_bytes or item_bytes)
-        past_row += columns * min(item_bytes * 2, 4)
-        # The current rows have no columns, and values as wide as keys.
-        key_row = max(past_row, (head_dim + value_dim) * item_bytes)
+        key_row = head_dim * item_bytes + value_dim * (value_bytes or item_bytes)
+        key_row += columns * min(item_bytes * 2, 4)
         weights = self.queries * self.keys * item_bytes
         queries = self.queries * (head_dim * item_bytes + columns * 4)
         return self.stages * self.keys * key_row + queries + (weights if item_bytes == 4 else 0)
@@ -74,6 +72,7 @@ def choose_tile(
 ) -> Tile | None:
     """The first tile within ``limit_bytes``, None where none is. Sizes are rounded up to powers
     of two, as the kernel does. rows: number of queries. value_bytes: of cached values in E4M3."""
+    tiles: tuple[Tile, ...]
     tiles = _FLOAT32 if item_bytes == 4 else _FEW_ROWS if rows <= 16 else _MANY_ROWS
     if value_bytes == 1 and tiles is _MANY_ROWS:
         tiles = _NARROW_VALUES
