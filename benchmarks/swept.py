@@ -41,13 +41,14 @@ class Swept(Recipe):
 def parse(name: str) -> Recipe:
     """A recipe by name, with options after ``@`` and, for a Taylor sweep, a factor after ``*``.
 
-    ``rtn-2bit@group_size=64+taylor*1.5``, ``kivi-2bit@recent_chunks=0``.
+    ``rtn-2bit@group_size=64+taylor*1.5``, ``kivi-2bit@recent_chunks=0``,
+    ``quarot-2bit@backend=triton-fp8+taylor``.
     """
     base, plus, ending = name.partition("+")
     base, _, told = base.partition("@")
     ending, _, factor = ending.partition("*")
     pairs = (pair.split("=") for pair in told.split("@") if pair)
-    options = {key: int(value) for key, value in pairs}
+    options: dict = {key: int(value) if value.isdigit() else value for key, value in pairs}
     if ending in FITS:
         plain = recipe(base + "+taylor", **options)
     else:
