@@ -38,7 +38,8 @@ class Plan:
     rows: tokens of a step of a program; longest: steps of a program. stored: the chunk's tensors,
     counts and None, in the order of the kernel's arguments. scale: a number of the head size.
     options: what it is compiled for. many: launches a batch of such chunks. types: constants of
-    that kernel, Triton's types of some of ``stored``.
+    that kernel, Triton's types of some of ``stored``. narrow: places of tensors in ``stored`` whose
+    elements are loaded one by one, so that it does not matter where they begin.
     """
 
     rows: int
@@ -48,15 +49,19 @@ class Plan:
     options: dict[str, Any]
     many: Callable[[Batch, Tensor, Tensor, Tensor | None], None]
     types: dict[str, Any]
+    narrow: frozenset[int]
 
     def key(self) -> Hashable:
         """Equal for plans that one launch can serve."""
         return (self.many, self.aligned(), *self.types.values(), *self.options.items())
 
     def aligned(self) -> bool:
-        """Whether every tensor begins where the widest load may."""
-        tensors = (x for x in self.stored if isinstance(x, Tensor))
-        return all(x.data_ptr() % WIDEST_LOAD_BYTES == 0 for x in tensors)
+        """Whether every tensor that is read widely begins where the widest load may."""
+        return all(
+            x.data_ptr() % WIDEST_LOAD_BYTES == 0
+            for place, x in enumerate(self.stored)
+            if isinstance(x, Tensor) and place not in self.narrow
+        )
 
 
 class Job(NamedTuple):

@@ -55,6 +55,7 @@ PROGRAMS = 1056  # eight for each of 132 multiprocessors
 LONGEST = {"plain": 1, "stages": 1, "rotated": 8, "low_rank": 8}  # steps of a program
 _COUNTS = ["heads", "tokens", "stretch", "time_groups", "out_b", "out_h"]
 _COUNTS += ["size0", "size1", "size2", "size3", "rope_rows"]
+_NARROW = frozenset({3, 5, 8, 11, 14, 18})  # of ``Plan.stored``: scales and labels of tokens
 _MANY_COUNTS = ["heads", "stretch", "a_b", "a_h", "b_b", "b_h"]
 
 
@@ -170,9 +171,8 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
         "enable_fp_fusion": False,  # the same roundings as the reference
     }
     kinds = {"STEPS": parts.steps, "SCALE": parts.scale, "ZEROS": parts.zeros, "MATRIX": matrix}
-    return Plan(
-        rows, LONGEST[load], stored, 1.0 / math.sqrt(size), options, launch_many, types_of(kinds)
-    )
+    scale, types = 1.0 / math.sqrt(size), types_of(kinds)
+    return Plan(rows, LONGEST[load], stored, scale, options, launch_many, types, _NARROW)
 
 
 def _load(parts: Parts) -> str:
@@ -326,15 +326,15 @@ def _many(
         _program(
             out, out_b, out_h, out_t, a_d, heads, tokens, stretch, factor, None, None, 0,
             tl.load(job + 3).to(tl.int32), pointer(job, 4, tl.uint8, ALIGNED),
-            pointer(job, 5, STEPS, ALIGNED), pointer(job, 6, SCALE, ALIGNED),
-            pointer(job, 7, ZEROS, ALIGNED), pointer(job, 8, tl.uint8, ALIGNED),
+            pointer(job, 5, STEPS, ALIGNED), pointer(job, 6, SCALE, False),
+            pointer(job, 7, ZEROS, ALIGNED), pointer(job, 8, tl.uint8, False),
             pointer(job, 9, tl.bfloat16, ALIGNED), tl.load(job + 10).to(tl.int32),
-            pointer(job, 11, tl.uint8, ALIGNED), pointer(job, 12, tl.bfloat16, ALIGNED),
-            tl.load(job + 13).to(tl.int32), pointer(job, 14, tl.uint8, ALIGNED),
+            pointer(job, 11, tl.uint8, False), pointer(job, 12, tl.bfloat16, ALIGNED),
+            tl.load(job + 13).to(tl.int32), pointer(job, 14, tl.uint8, False),
             pointer(job, 15, tl.bfloat16, ALIGNED), tl.load(job + 16).to(tl.int32),
-            pointer(job, 17, tl.uint8, ALIGNED), pointer(job, 18, tl.bfloat16, ALIGNED),
+            pointer(job, 17, tl.uint8, False), pointer(job, 18, tl.bfloat16, ALIGNED),
             tl.load(job + 19).to(tl.int32), pointer(job, 20, tl.int8, ALIGNED),
-            pointer(job, 21, tl.float16, ALIGNED), pointer(job, 22, tl.bfloat16, ALIGNED),
+            pointer(job, 21, tl.float16, False), pointer(job, 22, tl.bfloat16, ALIGNED),
             pointer(job, 23, MATRIX, ALIGNED), matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES,
             GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION,
             AS_BYTES, False, 0, ALIGN, LOOP,

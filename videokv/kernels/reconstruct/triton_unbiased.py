@@ -54,6 +54,7 @@ LONGEST = 8  # blocks of a stretch
 WARPS = 8  # 16 of them fit a multiprocessor; of 4, with twice the registers, 8
 CENTRES = 16  # rows of the padded table
 _COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres", "rope_rows"]
+_NARROW = frozenset({2, 3, 5, 8})  # of ``Plan.stored``: scales and labels of tokens
 _MANY_COUNTS = ["heads", "stretch", "a_b", "a_h", "b_b", "b_h"]
 
 
@@ -132,7 +133,7 @@ def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     }
     scale = 0.5 / math.sqrt(size)  # codes are doubled
     types = types_of({"PACKED": packed, "SCALE": parts.scale, "MATRIX": matrix})
-    return Plan(options["BT"], LONGEST, stored, scale, options, launch_many, types)
+    return Plan(options["BT"], LONGEST, stored, scale, options, launch_many, types, _NARROW)
 
 
 def _precision(parts: Parts, dtype: torch.dtype, device: torch.device) -> str:
@@ -233,10 +234,10 @@ def _many(
         _program(
             out, out_b, out_h, out_t, a_d, heads, tokens, stretch, factor, None, None, 0,
             pointer(job, 3, PACKED, ALIGNED), pointer(job, 4, tl.uint8, ALIGNED),
-            pointer(job, 5, SCALE, ALIGNED), pointer(job, 6, tl.uint8, ALIGNED),
-            pointer(job, 7, tl.uint8, ALIGNED), pointer(job, 8, tl.float32, ALIGNED),
+            pointer(job, 5, SCALE, False), pointer(job, 6, tl.uint8, False),
+            pointer(job, 7, tl.uint8, ALIGNED), pointer(job, 8, tl.float32, False),
             tl.load(job + 9).to(tl.int32), pointer(job, 10, tl.int8, ALIGNED),
-            pointer(job, 11, tl.float16, ALIGNED), pointer(job, 12, tl.bfloat16, ALIGNED),
+            pointer(job, 11, tl.float16, False), pointer(job, 12, tl.bfloat16, ALIGNED),
             pointer(job, 13, MATRIX, ALIGNED), matrix_scale, D, BD, BT, BC, BITS, WORDS,
             ROW_BYTES, GROUP, LABEL_BITS, RANK, BR, WIDE, PRECISION, AS_BYTES, False, 0, ALIGN,
         )  # fmt: skip
