@@ -116,7 +116,8 @@ def test_stages(stages, launches):
     chunks = [
         moved(quantizer.encode(draw(1, 2, n, 80, seed=n), EncodeContext(0, "key"))) for n in (9, 33)
     ]
-    check(chunks, chunks, F16, launches, count=1)
+    # A chunk whose steps leave E4M3's range has a normaliser: another format.
+    check(chunks, chunks, F16, launches)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -335,10 +336,12 @@ def test_selected_batch_rows(launches):
         torch.testing.assert_close(a.keys, b.keys, rtol=1e-6, atol=1e-6)
 
 
-def test_launches_of_a_read(launches):
-    cache = cache_of("quarot-2bit", sink_chunks=0)
+@pytest.mark.parametrize(("name", "count"), [("rtn-2bit", 1), ("quarot-2bit", 2)])
+def test_launches_of_a_read(name, count, launches):
+    """Rotated keys are a launch of their own beside values as they are."""
+    cache = cache_of(name, sink_chunks=0)
     feed(cache, 7)
     same_rows(cache)
     launches.clear()
     cache._layers[0].gathered(Segment(draw(1, 2, 5, 64), draw(1, 2, 5, 64)))
-    assert len(launches) == 1
+    assert len(launches) == count

@@ -48,14 +48,13 @@ class NarrowBuffer:
         placed = Placed.of(held, self._keys, self._values)
         decoding = decoding_of(decoding, placed.packed)
         decoding.write(self._keys, self._values, value_factor=self._factor)
-        keys = []
-        for number, side in placed.dense:
-            dense = held[number][side]
+        dense_keys = []
+        for dense, side, number in placed.dense:
             if side == VALUES:
                 placed.values[number].copy_(saturated(dense.float() * self._factor, E4M3))
             else:
-                keys.append((dense, placed.keys[number]))
-        copy_rows(keys)
+                dense_keys.append((dense, placed.keys[number]))
+        copy_rows(dense_keys)
         segments = [
             Segment(
                 keys,

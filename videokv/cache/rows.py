@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.copy_rows import copy_rows
-from videokv.kernels.reconstruct.decoding import KEYS, VALUES, Decoding, Source
+from videokv.kernels.reconstruct.decoding import Decoding, Source
 from videokv.protocols import Packed, Segment
 
 # Channels after each key that a backend may write columns of a correction into.
@@ -25,27 +25,33 @@ Held = tuple[Packed | Tensor, Packed | Tensor, Sequence]
 """Packed or dense keys and values, and the keys' noise."""
 
 
+class Dense(NamedTuple):
+    """A dense side, KEYS or VALUES, of the part of that number."""
+
+    rows: Tensor
+    side: int
+    number: int
+
+
 class Placed(NamedTuple):
     """Views of a buffer, one for each part, and what of the parts is packed or dense."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     packed: list[Source]
-    dense: list[tuple[int, int]]
+    dense: list[Dense]
 
     @classmethod
     def of(cls, held: Sequence[Held], keys: Tensor, values: Tensor) -> Placed:
-        """Parts one after the other in rows of keys and values, which they fill.
-
-        packed: with their first rows. dense: pairs of the part's number and KEYS or VALUES.
-        """
-        lengths = [part[KEYS].shape[2] for part in held]
-        packed, dense, row = [], [], 0
-        for number, (part, tokens) in enumerate(zip(held, lengths, strict=True)):
-            for side in (KEYS, VALUES):
-                what: Packed | Tensor = part[side]
+        """Parts one after the other in rows of keys and values, which they fill."""
+        lengths = [part_keys.shape[2] for part_keys, _, _ in held]
+        packed: list[Source] = []
+        dense: list[Dense] = []
+        row = 0
+        for number, ((*sides, _), tokens) in enumerate(zip(held, lengths, strict=True)):
+            for side, what in enumerate(sides):
                 if isinstance(what, Tensor):
-                    dense.append((number, side))
+                    dense.append(Dense(what, side, number))
                 else:
                     packed.append(Source(what, side, row))
             row += tokens
@@ -76,7 +82,7 @@ class RowBuffer:
         decoding = decoding_of(decoding, placed.packed)
         decoding.write(self._keys, self._values)
         rows = (placed.keys, placed.values)
-        copy_rows([(held[number][side], rows[side][number]) for number, side in placed.dense])
+        copy_rows([(dense, rows[side][number]) for dense, side, number in placed.dense])
         segments = [
             Segment(keys, values, noise=tuple(noise), spare=self.spare)
             for (_, _, noise), keys, values in zip(held, *rows, strict=True)

@@ -73,11 +73,14 @@ def _self_check(pairs: Sequence[Pair]) -> str | None:
 
 
 def _check(pairs: Sequence[Pair]) -> None:
+    if not pairs:
+        return
+    first = pairs[0][0]
+    kind, lines = (first.dtype, first.device), first.shape[:2]
     for source, out in pairs:
-        alike = source.dtype == out.dtype and source.device == out.device
-        first = pairs[0][0]
-        together = source.shape[:2] == first.shape[:2] and source.dtype == first.dtype
-        if source.ndim != 4 or source.shape != out.shape or not (alike and together):
+        shape, alike = source.shape, kind == (source.dtype, source.device)
+        alike = alike and kind == (out.dtype, out.device)
+        if len(shape) != 4 or shape != out.shape or shape[:2] != lines or not alike:
             raise ValueError(
                 "copy_rows expects pairs of [B, H, T, D] of one shape, with equal B, H, dtype and "
                 f"device in all, got {_words(source)} for {_words(out)} beside {_words(first)}"

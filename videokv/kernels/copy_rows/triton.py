@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.blocks import as_bytes, row_alignment
+from videokv.kernels.blocks import as_bytes
 from videokv.kernels.gpu import on_device
 
 ELEMENTS = 4096  # of a block
@@ -23,18 +23,19 @@ def copy_rows(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """See the package; up to four pairs that the kernel takes."""
     arguments: list[Any] = []
     sizes = [source.shape[3] for source, _ in pairs]
-    align = 16
+    align = 16  # what offsets of heads are multiples of: how wide loads may be
+    first = pairs[0][0]
+    batch, heads = first.shape[:2]
     for source, out in pairs:
-        arguments += [source.shape[2]]
+        arguments.append(source.shape[2])
         for x in (source, out):
-            arguments += [as_bytes(x), *x.stride()[:3]]
-            align = math.gcd(align, row_alignment(x))
+            of_batch, of_head, of_token, _ = x.stride()
+            arguments += (as_bytes(x), of_batch, of_head, of_token)
+            align = math.gcd(align, of_batch if batch > 1 else 0, of_head if heads > 1 else 0)
     missing = len(_PAIRS) - len(pairs)
     arguments += [0, None, 0, 0, 0, None, 0, 0, 0] * missing
     block = triton.next_power_of_2(max(sizes))
     rows = max(1, ELEMENTS // block)
-    first = pairs[0][0]
-    batch, heads = first.shape[:2]
     longest = max(source.shape[2] for source, _ in pairs)
     with on_device(first.device):
         _copy[(triton.cdiv(longest, rows), batch * heads, len(pairs))](

@@ -143,7 +143,7 @@ def _self_check(parts: Parts, dtype: torch.dtype) -> str | None:
     ]
     plan = triton.planned(small, dtype, device)
     jobs = [Job(small, side, side) for side in (KEYS, VALUES)]
-    Batch(jobs, [plan, plan], device).launch(*outputs, None)
+    Batch(jobs, [plan, plan], device).launch(outputs[KEYS], outputs[VALUES], None)
     got = torch.stack([out[:, :, side : side + tokens] for side, out in enumerate(outputs)])
     return disagreement(
         got.float(), want.float().expand(got.shape), tolerance=package.TOLERANCE[dtype]

@@ -153,7 +153,5 @@ def _number(stored: Tensor | int | None) -> int:
 
 def _uploaded(numbers: list[list[int]], device: torch.device) -> Tensor:
     """On the device without waiting for it."""
-    table = torch.tensor(numbers, dtype=torch.int64)
-    if device.type != "cuda":
-        return table.to(device)
-    return table.pin_memory().to(device, non_blocking=True)
+    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)

@@ -99,7 +99,7 @@ def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
     rank = 0 if low is None else low.codes.shape[3]
     packed = code_words(parts)
-    stored = [
+    stored: list[Tensor | int | None] = [
         packed,
         parts.steps.contiguous(),
         parts.scale.contiguous(),
