@@ -61,8 +61,10 @@ def _cases() -> dict:
     from videokv.kernels.assign_centroids import triton as centroids
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
+    from videokv.kernels.copy_rows import triton as copying
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
+    from videokv.kernels.reconstruct.plan import Batch, Job
     from videokv.kernels.score_columns import triton as columns
     from videokv.kernels.subspace_iteration import triton as subspace
     from videokv.noise import QueryMap
@@ -109,6 +111,23 @@ def _cases() -> dict:
         factor = torch.ones(batch, heads, 1, 1)
         reconstruction.kernel.reconstruct(chunk.parts(), turned, factor=factor)
 
+    def decode_many(chunk, *, narrow: bool = False) -> None:
+        parts = chunk.parts()
+        batch, heads, tokens, size = parts.shape
+        dtype = E4M3 if narrow else bf16
+        rows = torch.empty(batch, heads, 256, size + 16, dtype=dtype)[..., :size]
+        if narrow:
+            rows = torch.empty(batch, heads, size, 256, dtype=dtype).mT
+        plan = reconstruction.kernel.planned(parts, dtype, rows.device)
+        jobs = [Job(parts, n % 2, n * tokens) for n in range(3)]
+        factor = torch.ones(batch, heads, 1, 1) if narrow else None
+        Batch(jobs, [plan] * 3, rows.device).launch(rows, rows, factor)
+
+    def copy_current() -> None:
+        held = torch.empty(1, 67, 2, 128, dtype=bf16).transpose(1, 2)
+        keys = torch.empty(1, 2, 67, 144, dtype=bf16)[..., :128]
+        copying.copy_rows([(held, keys), (held, torch.empty(1, 2, 67, 128, dtype=bf16))])
+
     tile = Tile(64, 64, 4, 2)
     quantize = partial(groups.kernel.quantize, x)
     return {
@@ -118,6 +137,18 @@ def _cases() -> dict:
         "reconstruct to E4M3, tokens side by side": decode_narrow,
         "reconstruct and turn pairs": partial(decode, "quantwm", interleaved=True),
         "reconstruct and turn halves": partial(decode, "rtn2-odd", interleaved=False),
+        **{
+            f"reconstruct many {name}": partial(decode_many, reconstruction.encoded(name))
+            for name in ("rtn2", "rotated", "centroids", "quantwm", "kivi-keys")
+        },
+        "reconstruct many unbiased": partial(decode_many, unbiased.encoded(3, 128)),
+        "reconstruct many unbiased to E4M3": partial(
+            decode_many, unbiased.encoded(2, 128), narrow=True
+        ),
+        "reconstruct many to E4M3": partial(
+            decode_many, reconstruction.encoded("rotated"), narrow=True
+        ),
+        "copy rows": copy_current,
         "attend": partial(attention.kernel.attend, call, tile=tile),
         "attend fp8": partial(attention.kernel.attend, fp8, tile=tile),
         "attend values in fp8": partial(attention.kernel.attend, values8, tile=tile),

@@ -26,6 +26,7 @@ from videokv.cache.select import selected
 from videokv.cache.workspace import Decoders
 from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
 from videokv.kernels.reconstruct import Rope, decode_into
+from videokv.kernels.reconstruct.decoding import Decoding
 from videokv.noise import ScoreNoise
 from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
 from videokv.tensors import map_tensors, require_finite, walk_tensors
@@ -105,10 +106,23 @@ class LayerCache:
     def __init__(self, index: int, coding: Coding) -> None:
         self.index = index
         self.coding = coding
-        self.state = LayerState()
+        self._decoding: Decoding | None = None
+        self._state = LayerState()
         self.encode_calls = 0
         self.decode_calls = 0
         self._peak_of: WeakKeyDictionary[Chunk | Rows, Tensor] = WeakKeyDictionary()
+
+    @property
+    def state(self) -> LayerState:
+        """What the layer holds. With its chunks goes what was made to decode them all at once."""
+        return self._state
+
+    @state.setter
+    def state(self, state: LayerState) -> None:
+        before, after = self._state.chunks, state.chunks
+        if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+            self._decoding = None
+        self._state = state
 
     @property
     def written_end(self) -> int:
@@ -299,13 +313,15 @@ class LayerCache:
         spare = 0 if self.coding.correction is None else SPARE_CHANNELS
         tokens = self.visible_tokens + current.keys.shape[2]
         rows = RowBuffer(current, tokens=tokens, spare=spare)
-        found = [rows.add(*source) for source in self._sources()]
-        return [*found, rows.add(current.keys, current.values)]
+        held = [*self._sources(), (current.keys, current.values, ())]
+        found, self._decoding = rows.fill(held, self._decoding)
+        return found
 
     def gathered_narrow(self, current: Segment) -> list[Segment]:
         """Everything committed in one buffer, values in E4M3, and the current rows as they are."""
         rows = NarrowBuffer(current, tokens=self.visible_tokens, peak=self._value_peak())
-        return [*(rows.add(*source) for source in self._sources()), current]
+        found, self._decoding = rows.fill([*self._sources()], self._decoding)
+        return [*found, current]
 
     def _sources(self) -> Iterator[tuple[Packed | Tensor, Packed | Tensor, tuple]]:
         """Keys, values and noise of all committed rows that may be read, in order."""

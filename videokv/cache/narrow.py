@@ -14,9 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from videokv.cache.rows import SPARE_CHANNELS
-from videokv.kernels.reconstruct import decode_into, saturated
-from videokv.protocols import Packed, Segment
+from videokv.cache.rows import SPARE_CHANNELS, Held, Placed, decoding_of
+from videokv.kernels.copy_rows import copy_rows
+from videokv.kernels.reconstruct import saturated
+from videokv.kernels.reconstruct.decoding import VALUES, Decoding
+from videokv.protocols import Segment
 from videokv.tensors import E4M3, E4M3_MAX
 
 ALIGNED_TOKENS = 16  # bytes that a load takes at once
@@ -35,31 +37,35 @@ class NarrowBuffer:
         room = -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
         self._keys = keys.new_empty(batch, heads, tokens, size + SPARE_CHANNELS)[..., :size]
         turned = values.new_empty(batch, heads, values.shape[3], room, dtype=E4M3)
-        self._values = turned.mT
+        self._values = turned.mT[:, :, :tokens]
         self.value_scale = torch.where(peak > SMALLEST_PEAK, peak.float() / E4M3_MAX, 1.0)
         self._factor = (1 / self.value_scale)[..., None, None]
-        self._filled = 0
 
-    def add(self, keys: Packed | Tensor, values: Packed | Tensor, noise: Sequence = ()) -> Segment:
-        """The next rows, from packed or dense keys and values."""
-        first = self._filled
-        self._filled = last = first + keys.shape[2]
-        key_rows, value_rows = self._keys[:, :, first:last], self._values[:, :, first:last]
-        if isinstance(keys, Tensor):
-            key_rows.copy_(keys)
-        else:
-            decode_into(keys, key_rows)
-        if isinstance(values, Tensor):
-            value_rows.copy_(saturated(values.float() * self._factor, E4M3))
-        else:
-            decode_into(values, value_rows, factor=self._factor)
-        return Segment(
-            key_rows,
-            value_rows,
-            noise=tuple(noise),
-            spare=SPARE_CHANNELS,
-            value_scale=self.value_scale,
-        )
+    def fill(
+        self, held: Sequence[Held], decoding: Decoding | None
+    ) -> tuple[list[Segment], Decoding]:
+        """See ``RowBuffer.fill``."""
+        placed = Placed.of(held, self._keys, self._values)
+        decoding = decoding_of(decoding, placed.packed)
+        decoding.write(self._keys, self._values, value_factor=self._factor)
+        dense_keys = []
+        for dense, side, number in placed.dense:
+            if side == VALUES:
+                placed.values[number].copy_(saturated(dense.float() * self._factor, E4M3))
+            else:
+                dense_keys.append((dense, placed.keys[number]))
+        copy_rows(dense_keys)
+        segments = [
+            Segment(
+                keys,
+                values,
+                noise=tuple(noise),
+                spare=SPARE_CHANNELS,
+                value_scale=self.value_scale,
+            )
+            for (_, _, noise), keys, values in zip(held, placed.keys, placed.values, strict=True)
+        ]
+        return segments, decoding
 
 
 def peak(rows: Tensor) -> Tensor:

@@ -44,11 +44,11 @@ __all__ = [
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32, E4M3)
 # Relative norm between kernel and reference: one rounding each, the rotation in FP16 operands.
-_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3, E4M3: 5e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3, E4M3: 5e-2}
 # Chunks and their parts never change: what is found out about them once holds as long as they live.
 _parts: WeakKeyDictionary[Any, Parts] = WeakKeyDictionary()
 _known: WeakKeyDictionary[Parts, tuple[str | None, tuple[Hashable, ...]]] = WeakKeyDictionary()
-_SMALL = 2  # batch rows and heads that a self-check looks at
+SMALL = 2  # batch rows and heads that a self-check looks at
 
 
 def reconstruct(
@@ -159,13 +159,13 @@ def kernel_refusal(
 
 
 def _self_check(parts: Parts, dtype: torch.dtype, rope: Rope | None) -> str | None:
-    small = parts.corner(_SMALL)
-    turn = None if rope is None else rope.corner(_SMALL)
+    small = parts.corner(SMALL)
+    turn = None if rope is None else rope.corner(SMALL)
     got = torch.full(small.shape, torch.nan, device=small.codes.device).to(dtype)
     want = torch.empty_like(got)
     _kernel().reconstruct(small, got, factor=None, rope=turn)
     reference.reconstruct(small, want, factor=None, rope=turn)
-    return disagreement(got.float(), want.float(), tolerance=_TOLERANCE[dtype])
+    return disagreement(got.float(), want.float(), tolerance=TOLERANCE[dtype])
 
 
 def _kernel() -> Any:

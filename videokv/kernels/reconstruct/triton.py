@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Hashable
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,6 +36,14 @@ from videokv.kernels.gpu import on_device, products
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct import triton_unbiased
 from videokv.kernels.reconstruct.parts import Parts
+from videokv.kernels.reconstruct.plan import (
+    Batch,
+    Plan,
+    many_arguments,
+    pointer,
+    target_rows,
+    types_of,
+)
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
 from videokv.rotation import signs
@@ -48,6 +55,8 @@ PROGRAMS = 1056  # eight for each of 132 multiprocessors
 LONGEST = {"plain": 1, "stages": 1, "rotated": 8, "low_rank": 8}  # steps of a program
 _COUNTS = ["heads", "tokens", "stretch", "time_groups", "out_b", "out_h"]
 _COUNTS += ["size0", "size1", "size2", "size3", "rope_rows"]
+_NARROW = frozenset({3, 5, 8, 11, 14, 18})  # of ``Plan.stored``: scales and labels of tokens
+_MANY_COUNTS = ["heads", "stretch", "a_b", "a_h", "b_b", "b_h"]
 
 
 def reconstruct(
@@ -70,7 +79,8 @@ def reconstruct(
             stretch,
             factor if factor is None else factor.contiguous(),
             *rope_arguments(rope, tokens),
-            *plan.arguments,
+            *plan.stored,
+            plan.scale,
             INTERLEAVED=rope is not None and rope.interleaved,
             PAIRS=0 if rope is None else rope.pairs,
             ALIGN=row_alignment(out),
@@ -79,19 +89,25 @@ def reconstruct(
         )
 
 
-class _Plan(NamedTuple):
-    """What a launch has whatever it writes to."""
-
-    rows: int
-    longest: int
-    arguments: list[Any]
-    options: dict[str, Any]
-
-
-_plans: weakref.WeakKeyDictionary[Parts, dict[Hashable, _Plan]] = weakref.WeakKeyDictionary()
+def launch_many(batch: Batch, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
+    """Every chunk of the batch into its rows of ``a`` or ``b``, in one launch."""
+    grid, arguments, constants = many_arguments(batch, a, b, factor, programs=PROGRAMS)
+    loop = grid[0] * batch.plan.rows < batch.longest_tokens
+    with on_device(a.device):
+        _many[grid](*arguments, **constants, LOOP=loop, **batch.plan.options)
 
 
-def _planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
+def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
+    """See ``plan.Plan``; of the kernel that takes these parts."""
+    if parts.centres is not None:
+        return triton_unbiased.planned(parts, dtype, device)
+    return _planned(parts, dtype, device)
+
+
+_plans: weakref.WeakKeyDictionary[Parts, dict[Hashable, Plan]] = weakref.WeakKeyDictionary()
+
+
+def _planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     """Kept as long as ``parts`` where it holds no tensor that ``parts`` does not."""
     kept = _plans.get(parts)
     plan = None if kept is None else kept.get(dtype)
@@ -109,7 +125,7 @@ def _as_stored(parts: Parts) -> bool:
     )
 
 
-def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
+def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     size = parts.head_dim
     wide = dtype == torch.float32
     low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
@@ -121,7 +137,7 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
     load = _load(parts)
     block = max(16, triton.next_power_of_2(size))
     rows = max(16, min(128, ELEMENTS[load] // block))
-    arguments = [
+    stored = [
         parts.steps.shape[2],
         parts.codes.contiguous(),
         as_bytes(parts.steps.contiguous()),
@@ -132,7 +148,6 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
         None if low is None else low.scales.contiguous(),
         None if low is None else low.basis.contiguous(),
         matrix,
-        1.0 / math.sqrt(size),
     ]
     options = {
         "D": size,
@@ -155,7 +170,9 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
         "num_warps": WARPS[load],
         "enable_fp_fusion": False,  # the same roundings as the reference
     }
-    return _Plan(rows, LONGEST[load], arguments, options)
+    kinds = {"STEPS": parts.steps, "SCALE": parts.scale, "ZEROS": parts.zeros, "MATRIX": matrix}
+    scale, types = 1.0 / math.sqrt(size), types_of(kinds)
+    return Plan(rows, LONGEST[load], stored, scale, options, launch_many, types, _NARROW)
 
 
 def _load(parts: Parts) -> str:
@@ -167,8 +184,8 @@ def _load(parts: Parts) -> str:
     return "stages" if parts.stages else "plain"
 
 
-@triton.jit(do_not_specialize=_COUNTS)
-def _kernel(
+@triton.jit
+def _program(
     out, out_b, out_h, out_t, out_d, heads, tokens, stretch, factor, cos, sin, rope_rows,
     time_groups, packed, steps, scale, zeros,
     ids0, table0, size0, ids1, table1, size1, ids2, table2, size2, ids3, table3, size3,
@@ -265,6 +282,63 @@ def _block(
         values = values * tl.load(factor + head)
     target = out + base + token[:, None].to(tl.int64) * out_t + channel[None, :] * out_d
     store_block(target, values, inside, AS_BYTES)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    out, out_b, out_h, out_t, out_d, heads, tokens, stretch, factor, cos, sin, rope_rows,
+    time_groups, packed, steps, scale, zeros,
+    ids0, table0, size0, ids1, table1, size1, ids2, table2, size2, ids3, table3, size3,
+    low_codes, low_scales, basis, matrix, matrix_scale,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr, REACH: tl.constexpr,
+    ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
+    STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr, ALIGN: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """One chunk."""
+    _program(
+        out, out_b, out_h, out_t, out_d, heads, tokens, stretch, factor, cos, sin, rope_rows,
+        time_groups, packed, steps, scale, zeros, ids0, table0, size0, ids1, table1, size1, ids2,
+        table2, size2, ids3, table3, size3, low_codes, low_scales, basis, matrix, matrix_scale, D,
+        BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND, STAGES,
+        RANK, BR, WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS, ALIGN, LOOP,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_MANY_COUNTS)
+def _many(
+    jobs, a, a_b, a_h, a_t, a_d, b, b_b, b_h, b_t, heads, stretch, factor, matrix_scale,
+    STEPS: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr, MATRIX: tl.constexpr,
+    ALIGNED: tl.constexpr, JOB: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr, REACH: tl.constexpr,
+    ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
+    STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, ALIGN: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """A chunk a program_id(2): a row of ``jobs`` holds its numbers and addresses (``plan.Job``)."""
+    job = jobs + tl.program_id(2) * JOB
+    tokens = tl.load(job).to(tl.int32)
+    if tl.program_id(0) * stretch < tokens:
+        out, out_b, out_h, out_t = target_rows(job, a, a_b, a_h, a_t, b, b_b, b_h, b_t)
+        _program(
+            out, out_b, out_h, out_t, a_d, heads, tokens, stretch, factor, None, None, 0,
+            tl.load(job + 3).to(tl.int32), pointer(job, 4, tl.uint8, ALIGNED),
+            pointer(job, 5, STEPS, ALIGNED), pointer(job, 6, SCALE, False),
+            pointer(job, 7, ZEROS, ALIGNED), pointer(job, 8, tl.uint8, False),
+            pointer(job, 9, tl.bfloat16, ALIGNED), tl.load(job + 10).to(tl.int32),
+            pointer(job, 11, tl.uint8, False), pointer(job, 12, tl.bfloat16, ALIGNED),
+            tl.load(job + 13).to(tl.int32), pointer(job, 14, tl.uint8, False),
+            pointer(job, 15, tl.bfloat16, ALIGNED), tl.load(job + 16).to(tl.int32),
+            pointer(job, 17, tl.uint8, False), pointer(job, 18, tl.bfloat16, ALIGNED),
+            tl.load(job + 19).to(tl.int32), pointer(job, 20, tl.int8, ALIGNED),
+            pointer(job, 21, tl.float16, False), pointer(job, 22, tl.bfloat16, ALIGNED),
+            pointer(job, 23, MATRIX, ALIGNED), matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES,
+            GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION,
+            AS_BYTES, False, 0, ALIGN, LOOP,
+        )  # fmt: skip
 
 
 def _stage_arguments(parts: Parts) -> list[Tensor | int | None]:

@@ -35,6 +35,14 @@ from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import e4m3_halves, exp2_codes
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
+from videokv.kernels.reconstruct.plan import (
+    Batch,
+    Plan,
+    many_arguments,
+    pointer,
+    target_rows,
+    types_of,
+)
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
 from videokv.rotation import signs
@@ -46,20 +54,15 @@ LONGEST = 8  # blocks of a stretch
 WARPS = 8  # 16 of them fit a multiprocessor; of 4, with twice the registers, 8
 CENTRES = 16  # rows of the padded table
 _COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres", "rope_rows"]
+_NARROW = frozenset({2, 3, 5, 8})  # of ``Plan.stored``: scales and labels of tokens
+_MANY_COUNTS = ["heads", "stretch", "a_b", "a_h", "b_b", "b_h"]
 
 
 def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope | None) -> None:
     """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
-    centres, rotation = parts.centres, parts.rotation
-    assert centres is not None and rotation is not None and parts.scale is not None
-    batch, heads, tokens, size = parts.shape
-    block = max(16, triton.next_power_of_2(size))
-    rows = max(16, min(128, BLOCK_ELEMENTS // block))
-    wide = out.dtype == torch.float32
-    matrix = signs(rotation, device=out.device, dtype=torch.float32 if wide else torch.float16)
-    low = None if parts.low_rank is None else parts.low_rank.dense(tokens)
-    rank = 0 if low is None else low.codes.shape[3]
-    stretch = _stretch(triton.cdiv(tokens, rows), batch * heads) * rows
+    plan = planned(parts, out.dtype, out.device)
+    batch, heads, tokens, _ = parts.shape
+    stretch = _stretch(triton.cdiv(tokens, plan.rows), batch * heads) * plan.rows
     with on_device(out.device):
         _kernel[(triton.cdiv(tokens, stretch), batch * heads)](
             as_bytes(out),
@@ -67,46 +70,75 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope 
             heads,
             tokens,
             stretch,
-            code_words(parts),
-            parts.steps.contiguous(),
-            parts.scale.contiguous(),
-            centres.ids.contiguous(),
-            as_bytes(centres.table.contiguous()),
-            centres.scale.contiguous(),
-            centres.table.shape[2],
             None if factor is None else factor.contiguous(),
-            None if low is None else low.codes.contiguous(),
-            None if low is None else low.scales.contiguous(),
-            None if low is None else low.basis.contiguous(),
             *rope_arguments(rope, tokens),
-            matrix,
-            0.5 / math.sqrt(size),  # codes are doubled
-            D=size,
-            BD=block,
-            BT=rows,
-            BC=CENTRES,
-            BITS=parts.bits,
-            WORDS=in_words(parts),
-            ROW_BYTES=packed_length(size, bits=parts.bits),
-            GROUP=parts.group_size,
-            LABEL_BITS=centres.label_bits,
-            RANK=rank,
-            BR=max(16, triton.next_power_of_2(max(1, rank))),
-            WIDE=wide,
-            PRECISION=_precision(parts, out),
-            AS_BYTES=out.dtype == E4M3,
+            *plan.stored,
+            plan.scale,
             INTERLEAVED=rope is not None and rope.interleaved,
             PAIRS=0 if rope is None else rope.pairs,
             ALIGN=row_alignment(out),
-            num_warps=WARPS,
-            num_stages=2,
-            enable_fp_fusion=True,
+            **plan.options,
         )
 
 
-def _precision(parts: Parts, out: Tensor) -> str:
+def launch_many(batch: Batch, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
+    """Every chunk of the batch into its rows of ``a`` or ``b``, in one launch."""
+    grid, arguments, constants = many_arguments(batch, a, b, factor, programs=PROGRAMS)
+    with on_device(a.device):
+        _many[grid](*arguments, **constants, **batch.plan.options)
+
+
+def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
+    """See ``plan.Plan``."""
+    centres, rotation = parts.centres, parts.rotation
+    assert centres is not None and rotation is not None and parts.scale is not None
+    size = parts.head_dim
+    block = max(16, triton.next_power_of_2(size))
+    wide = dtype == torch.float32
+    matrix = signs(rotation, device=device, dtype=torch.float32 if wide else torch.float16)
+    low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
+    rank = 0 if low is None else low.codes.shape[3]
+    packed = code_words(parts)
+    stored: list[Tensor | int | None] = [
+        packed,
+        parts.steps.contiguous(),
+        parts.scale.contiguous(),
+        centres.ids.contiguous(),
+        as_bytes(centres.table.contiguous()),
+        centres.scale.contiguous(),
+        centres.table.shape[2],
+        None if low is None else low.codes.contiguous(),
+        None if low is None else low.scales.contiguous(),
+        None if low is None else low.basis.contiguous(),
+        matrix,
+    ]
+    options = {
+        "D": size,
+        "BD": block,
+        "BT": max(16, min(128, BLOCK_ELEMENTS // block)),
+        "BC": CENTRES,
+        "BITS": parts.bits,
+        "WORDS": in_words(parts),
+        "ROW_BYTES": packed_length(size, bits=parts.bits),
+        "GROUP": parts.group_size,
+        "LABEL_BITS": centres.label_bits,
+        "RANK": rank,
+        "BR": max(16, triton.next_power_of_2(max(1, rank))),
+        "WIDE": wide,
+        "PRECISION": _precision(parts, dtype, device),
+        "AS_BYTES": dtype == E4M3,
+        "num_warps": WARPS,
+        "num_stages": 2,
+        "enable_fp_fusion": True,
+    }
+    scale = 0.5 / math.sqrt(size)  # codes are doubled
+    types = types_of({"PACKED": packed, "SCALE": parts.scale, "MATRIX": matrix})
+    return Plan(options["BT"], LONGEST, stored, scale, options, launch_many, types, _NARROW)
+
+
+def _precision(parts: Parts, dtype: torch.dtype, device: torch.device) -> str:
     """Of float32 products: one of TF32 where codes, signs and E4M3 are exact in it."""
-    found = products(out.dtype, out.device)
+    found = products(dtype, device)
     exact = parts.head_dim & (parts.head_dim - 1) == 0 and parts.group_size == parts.head_dim
     return "tf32" if found == "tf32x3" and exact else found
 
@@ -116,11 +148,11 @@ def _stretch(blocks: int, heads: int) -> int:
     return max(1, min(LONGEST, blocks * heads // PROGRAMS))
 
 
-@triton.jit(do_not_specialize=_COUNTS)
-def _kernel(
-    out, out_b, out_h, out_t, out_d, heads, tokens, stretch,
-    packed, steps, scale, ids, table, table_scale, centres, factor,
-    low_codes, low_scales, basis, cos, sin, rope_rows, matrix, matrix_scale,
+@triton.jit
+def _program(
+    out, out_b, out_h, out_t, out_d, heads, tokens, stretch, factor, cos, sin, rope_rows,
+    packed, steps, scale, ids, table, table_scale, centres,
+    low_codes, low_scales, basis, matrix, matrix_scale,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BITS: tl.constexpr,
     WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
     RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -163,6 +195,52 @@ def _kernel(
             values = values * tl.load(factor + head)
         target = out + base + token[:, None].to(tl.int64) * out_t + channel[None, :] * out_d
         store_block(target, values, live[:, None] & used[None, :], AS_BYTES)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    out, out_b, out_h, out_t, out_d, heads, tokens, stretch, factor, cos, sin, rope_rows,
+    packed, steps, scale, ids, table, table_scale, centres,
+    low_codes, low_scales, basis, matrix, matrix_scale,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BITS: tl.constexpr,
+    WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
+    RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One chunk."""
+    _program(
+        out, out_b, out_h, out_t, out_d, heads, tokens, stretch, factor, cos, sin, rope_rows,
+        packed, steps, scale, ids, table, table_scale, centres, low_codes, low_scales, basis,
+        matrix, matrix_scale, D, BD, BT, BC, BITS, WORDS, ROW_BYTES, GROUP, LABEL_BITS, RANK, BR,
+        WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS, ALIGN,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_MANY_COUNTS)
+def _many(
+    jobs, a, a_b, a_h, a_t, a_d, b, b_b, b_h, b_t, heads, stretch, factor, matrix_scale,
+    PACKED: tl.constexpr, SCALE: tl.constexpr, MATRIX: tl.constexpr, ALIGNED: tl.constexpr,
+    JOB: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BITS: tl.constexpr,
+    WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
+    RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    AS_BYTES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A chunk a program_id(2): a row of ``jobs`` holds its numbers and addresses (``plan.Job``)."""
+    job = jobs + tl.program_id(2) * JOB
+    tokens = tl.load(job).to(tl.int32)
+    if tl.program_id(0) * stretch < tokens:
+        out, out_b, out_h, out_t = target_rows(job, a, a_b, a_h, a_t, b, b_b, b_h, b_t)
+        _program(
+            out, out_b, out_h, out_t, a_d, heads, tokens, stretch, factor, None, None, 0,
+            pointer(job, 3, PACKED, ALIGNED), pointer(job, 4, tl.uint8, ALIGNED),
+            pointer(job, 5, SCALE, False), pointer(job, 6, tl.uint8, False),
+            pointer(job, 7, tl.uint8, ALIGNED), pointer(job, 8, tl.float32, False),
+            tl.load(job + 9).to(tl.int32), pointer(job, 10, tl.int8, ALIGNED),
+            pointer(job, 11, tl.float16, False), pointer(job, 12, tl.bfloat16, ALIGNED),
+            pointer(job, 13, MATRIX, ALIGNED), matrix_scale, D, BD, BT, BC, BITS, WORDS,
+            ROW_BYTES, GROUP, LABEL_BITS, RANK, BR, WIDE, PRECISION, AS_BYTES, False, 0, ALIGN,
+        )  # fmt: skip
 
 
 @triton.jit

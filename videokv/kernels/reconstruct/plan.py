@@ -1,0 +1,157 @@
+"""One launch for many chunks: a table on the device says where each one's tensors lie.
+
+A row a chunk: tokens, its first row in the output, which output, then what the kernel is given of
+it (``Plan.stored``), tensors as addresses. The table belongs to its chunks alone, so it is made
+once; the outputs are plain arguments. Import only where Triton is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from videokv.kernels.blocks import as_bytes, row_alignment
+from videokv.kernels.reconstruct.parts import Parts
+
+WIDEST_LOAD_BYTES = 16
+_HEADER = 3  # numbers of a row before those of ``Plan.stored``
+_TYPES = {
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+    torch.int32: tl.int32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a launch has whatever it writes to.
+
+    rows: tokens of a step of a program; longest: steps of a program. stored: the chunk's tensors,
+    counts and None, in the order of the kernel's arguments. scale: a number of the head size.
+    options: what it is compiled for. many: launches a batch of such chunks. types: constants of
+    that kernel, Triton's types of some of ``stored``. narrow: places of tensors in ``stored`` whose
+    elements are loaded one by one, so that it does not matter where they begin.
+    """
+
+    rows: int
+    longest: int
+    stored: list[Tensor | int | None]
+    scale: float
+    options: dict[str, Any]
+    many: Callable[[Batch, Tensor, Tensor, Tensor | None], None]
+    types: dict[str, Any]
+    narrow: frozenset[int]
+
+    def key(self) -> Hashable:
+        """Equal for plans that one launch can serve."""
+        return (self.many, self.aligned(), *self.types.values(), *self.options.items())
+
+    def aligned(self) -> bool:
+        """Whether every tensor that is read widely begins where the widest load may."""
+        return all(
+            x.data_ptr() % WIDEST_LOAD_BYTES == 0
+            for place, x in enumerate(self.stored)
+            if isinstance(x, Tensor) and place not in self.narrow
+        )
+
+
+class Job(NamedTuple):
+    """Parts into the rows from ``row`` of output 0 or 1."""
+
+    parts: Parts
+    side: int
+    row: int
+
+
+class Batch:
+    """Chunks with equal keys of their plans and equal batch rows and heads.
+
+    It holds the tensors that its table points to.
+    """
+
+    def __init__(self, jobs: Sequence[Job], plans: Sequence[Plan], device: torch.device) -> None:
+        self.plan = plans[0]
+        self.aligned = self.plan.aligned()
+        self.batch, self.heads = jobs[0].parts.shape[:2]
+        lengths = [job.parts.tokens for job in jobs]
+        self.longest_tokens = max(lengths)
+        self.blocks = sum(-(-tokens // self.plan.rows) for tokens in lengths)
+        self.count = len(jobs)
+        self._held = [plan.stored for plan in plans]
+        numbers = [
+            [job.parts.tokens, job.row, job.side, *(_number(x) for x in plan.stored)]
+            for job, plan in zip(jobs, plans, strict=True)
+        ]
+        self.table = _uploaded(numbers, device)
+
+    def launch(self, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
+        """Write all rows. a, b: the outputs ``[B, H, rows, D]`` of jobs of side 0 and 1, of one
+        dtype and with equal strides of their channels; factor as ``reconstruct`` takes it."""
+        self.plan.many(self, a, b, factor)
+
+
+def many_arguments(
+    batch: Batch, a: Tensor, b: Tensor, factor: Tensor | None, *, programs: int
+) -> tuple[tuple[int, int, int], list[Any], dict[str, Any]]:
+    """Grid, arguments and constants of a kernel for many chunks.
+
+    programs: as many as keep the device busy; with more blocks a program does several.
+    """
+    plan, lines = batch.plan, batch.batch * batch.heads
+    stretch = max(1, min(plan.longest, batch.blocks * lines // programs)) * plan.rows
+    grid = (-(-batch.longest_tokens // stretch), lines, batch.count)
+    arguments = [batch.table, as_bytes(a), *a.stride(), as_bytes(b), *b.stride()[:3]]
+    arguments += [batch.heads, stretch, None if factor is None else factor.contiguous(), plan.scale]
+    constants = {
+        **plan.types,
+        "ALIGNED": batch.aligned,
+        "JOB": batch.table.shape[1],
+        "ALIGN": min(row_alignment(a), row_alignment(b)),  # powers of two
+    }
+    return grid, arguments, constants
+
+
+@triton.jit
+def pointer(job, COLUMN: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a column of a job as a pointer to KIND, None where KIND is."""
+    found = None
+    if KIND is not None:
+        found = tl.load(job + COLUMN).to(tl.pointer_type(KIND))
+        if ALIGNED:
+            found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
+def target_rows(job, a, a_b, a_h, a_t, b, b_b, b_h, b_t):
+    """Where the chunk's first row lies, and how far apart batch rows, heads and tokens are."""
+    second = tl.load(job + 2) != 0
+    out_t = tl.where(second, b_t, a_t)
+    out = tl.where(second, b, a) + tl.load(job + 1) * out_t
+    return out, tl.where(second, b_b, a_b), tl.where(second, b_h, a_h), out_t
+
+
+def types_of(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
+    """Triton's type of each tensor, E4M3 as bytes; None where there is no such tensor."""
+    return {name: None if x is None else _TYPES[as_bytes(x).dtype] for name, x in tensors.items()}
+
+
+def _number(stored: Tensor | int | None) -> int:
+    if isinstance(stored, Tensor):
+        return stored.data_ptr()
+    return 0 if stored is None else stored
+
+
+def _uploaded(numbers: list[list[int]], device: torch.device) -> Tensor:
+    """On the device without waiting for it."""
+    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
