@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from videokv.kernels.assign_centroids import triton as centroid_kernels
+from videokv.kernels.assign_centroids import triton_few as few_kernels
 from videokv.kernels.quantize_unbiased import triton as encoding
 from videokv.kernels.reconstruct import triton_unbiased as reconstruction
 from videokv.protocols import EncodeContext
@@ -58,14 +58,20 @@ def _encode(bench: Bench, x: torch.Tensor) -> None:
         encoding.BLOCK_ELEMENTS, encoding.WARPS = elements, warps
         ms = bench.milliseconds(partial(encoding.quantize, x, bits=bits, **fixed))
         print(f"encode {bits} bits, {elements} elements, {warps} warps: {ms:.4f} ms")
-    origin = x[:, :, :64].float().mean(2, keepdim=True)
-    table = x[:, :, :16].float() - origin
-    for stretches in (16, 32, 64, 128):
-        centroid_kernels.FEW_STRETCHES = stretches
-        ms = bench.milliseconds(partial(centroid_kernels.lloyd, x, origin, table))
-        print(f"one iteration of k-means, {stretches} stretches: {ms:.4f} ms")
-    ms = bench.milliseconds(partial(centroid_kernels.nearest_one, x, origin, table))
-    print(f"labels: {ms:.4f} ms")
+    start = few_kernels.spread(x, count=15, seed=0)
+    ms = bench.milliseconds(partial(few_kernels.spread, x, count=15, seed=0))
+    print(f"15 starts: {ms:.4f} ms")
+    for stretches, blocks, stages in itertools.product((8, 16, 32), (4, 8), (2, 3)):
+        few_kernels.STRETCHES, few_kernels.LABEL_BLOCKS = stretches, blocks
+        few_kernels.STAGES = stages
+        ms = [
+            bench.milliseconds(
+                partial(few_kernels.few_centres, x, start, iterations=iterations, bits=4)
+            )
+            for iterations in (0, 3)
+        ]
+        where = f"{stretches} stretches, {blocks} blocks, {stages} stages"
+        print(f"labels, {where}: {ms[0]:.4f} ms; an iteration {(ms[1] - ms[0]) / 3:.4f} ms")
 
 
 if __name__ == "__main__":
