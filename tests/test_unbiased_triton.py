@@ -199,7 +199,12 @@ def test_encode(bits, size, group, dtype, tokens):
     unlike = (packed != want).any(-1).float().mean()
     assert unlike <= max(0.01, 1.5 / (2 * tokens) if tokens < 200 else 0)
     assert off(steps, want_steps) < 1e-3
-    assert float(largest.amax()) == float(x.abs().amax())
+    assert float(largest[0].amax()) == float(x.abs().amax())
+    codes, scale, most = quantize_kernel.code_steps(steps, largest)
+    want_codes, want_scale = quantize.coded_steps(steps)
+    assert torch.equal(scale, want_scale) and torch.equal(most, x.abs().float().amax((2, 3)))
+    assert (codes.int() - want_codes.int()).abs().amax() <= 1  # logarithms half-way between two
+    assert float((codes != want_codes).float().mean()) < 0.02
 
 
 @pytest.mark.parametrize("tokens", [127, 1025])
@@ -220,10 +225,26 @@ def test_encode_reads_any_strides():
     assert float((packed != want).any(-1).float().mean()) < 0.05
 
 
+@pytest.mark.parametrize(("size", "label_bits"), [(64, 4), (80, 3), (63, 2)])
+def test_the_rotated_table(size, label_bits):
+    x = draw(1, 2, 60, size)
+    centres = fit_centres(x, bits=label_bits, iterations=1, seed=0)
+    rotation = Rotation(size, 3)
+    halves, scale = quantize_kernel.turned_table(moved(centres), rotation)
+    got = halves.double() * scale.double()
+    count = (1 << label_bits) - 1
+    want = rotation.apply(centres.table.double() * centres.scale.double())
+    assert off(got[:, :, 1 : count + 1] + got[:, :, 17 : count + 17], want) < 2e-6
+    got[:, :, 1 : count + 1] = got[:, :, 17 : count + 17] = 0
+    assert not got.any()
+
+
 def test_encode_of_degenerate_tokens():
     x = torch.zeros(1, 2, 40, 64, device=DEVICE)
     (packed, steps, _), (want, want_steps) = sides(x, 2, 64)
     assert torch.equal(packed, want) and torch.equal(steps, want_steps) and not steps.any()
+    codes, scale, _ = quantize_kernel.code_steps(steps, torch.zeros(2, 2, 1, device=DEVICE))
+    assert (codes == 255).all() and not scale.any()
     x[0, 1, 7] = 1e-25
     x[0, 0, 9, 1] = 1e14
     (packed, steps, _), (want, want_steps) = sides(x, 3, 64)
@@ -235,10 +256,10 @@ def test_what_is_not_finite_is_told():
         x = draw(1, 2, 70, 64).to(DEVICE)
         centres = moved(fit_centres(x.cpu(), bits=2, iterations=1, seed=0))
         x[0, 1, 65, 5] = bad
-        largest = quantize_kernel.quantize(
+        _, steps, largest = quantize_kernel.quantize(
             x, bits=2, group_size=64, centres=centres, rotation=Rotation(64)
-        )[2]
-        assert not float(largest.amax()) < 1e15
+        )
+        assert not float(quantize_kernel.code_steps(steps, largest)[2].amax()) < 1e15
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ class Unbiased:
             rotation=rotation,
         )
         if x.device.type != "cpu":
-            _require_usable(x, codes.largest, context)
+            _require_usable(x, codes.largest.amax(), context)
         return UnbiasedChunk(
             packed=codes.packed,
             steps=codes.steps,
