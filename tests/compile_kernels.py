@@ -99,9 +99,10 @@ def _cases() -> dict:
     def encode_unbiased(bits: int, x: torch.Tensor) -> None:
         size = x.shape[3]
         centres = unbiased.fit_centres(x, bits=4, iterations=1, seed=0)
-        unbiased.quantize_kernel.quantize(
+        _, steps, largest = unbiased.quantize_kernel.quantize(
             x, bits=bits, group_size=size, centres=centres, rotation=Rotation(size)
         )
+        unbiased.quantize_kernel.code_steps(steps, largest)
 
     def few_centres(x: torch.Tensor, bits: int) -> None:
         start = x[:, :, : (1 << bits) - 1].float().contiguous()

@@ -148,8 +148,8 @@ def _block(size: int) -> int:
 
 
 def _tokens_of_a_block(x: Tensor) -> int:
-    """64, or 32 where a block of them would be 64 KiB."""
-    return 64 if _block(x.shape[3]) * x.element_size() <= 512 else 32
+    """64, or 32 of more than 256 bytes: blocks in flight have to fit beside the products."""
+    return 64 if _block(x.shape[3]) * x.element_size() <= 256 else 32
 
 
 def _precision(x: Tensor) -> str:
