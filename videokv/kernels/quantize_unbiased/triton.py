@@ -258,11 +258,11 @@ def _kernel(
     unit = tl.maximum(tl.sqrt_rn(square_sum * (1.0 / GROUP)) * UNIT, 1e-20)
     best = tl.full([lines], -1.0, tl.float32)
     product, inverse = best, best
-    best, product, inverse = _try(y, unit, F0, inside, HALF, best, product, inverse)
-    best, product, inverse = _try(y, unit, F1, inside, HALF, best, product, inverse)
-    best, product, inverse = _try(y, unit, F2, inside, HALF, best, product, inverse)
-    best, product, inverse = _try(y, unit, F3, inside, HALF, best, product, inverse)
-    best, product, inverse = _try(y, unit, F4, inside, HALF, best, product, inverse)
+    best, product, inverse = _try(y, unit, F0, inside, HALF, GROUP, best, product, inverse)
+    best, product, inverse = _try(y, unit, F1, inside, HALF, GROUP, best, product, inverse)
+    best, product, inverse = _try(y, unit, F2, inside, HALF, GROUP, best, product, inverse)
+    best, product, inverse = _try(y, unit, F3, inside, HALF, GROUP, best, product, inverse)
+    best, product, inverse = _try(y, unit, F4, inside, HALF, GROUP, best, product, inverse)
     some = product > 0
     step = tl.where(some, square_sum / tl.where(some, product, 1.0), 0.0) * peak
     rest = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
@@ -273,7 +273,8 @@ def _kernel(
     stored = (owner < tokens) & (group < groups)
     tl.store(steps + (head * tokens + owner) * groups + group, step, mask=stored)
 
-    codes = (_codes(y, inverse, HALF) + HALF).to(tl.int32)
+    # The mantissa of 1.5 * 2^23 + code ends in the code.
+    codes = _shifted(y, inverse, HALF).to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
     if per > 1:
         codes = tl.reshape(codes, [BT, BD])
     codes = tl.where(used[None, :], codes, 0)
@@ -282,12 +283,22 @@ def _kernel(
 
 
 @triton.jit
-def _try(y, unit, factor, inside, HALF: tl.constexpr, best, product, inverse):
+def _try(
+    y, unit, factor, inside, HALF: tl.constexpr, GROUP: tl.constexpr, best, product, inverse
+):  # fmt: skip
     """The grid of step ``unit * factor`` where it is better: its score, y.c and 1 / step."""
     own = 1.0 / (unit * factor)
-    codes = tl.where(inside, _codes(y, own, HALF), 0.0)
-    found = tl.sum(y * codes, 1)
-    score = found * found / tl.sum(codes * codes, 1)
+    if HALF == 1.5:
+        # Codes of 2 bits are +-(0.5 + far): sums over |y| take half the operations. The clamp is 0
+        # or 1: |y| / step is 1 exactly, or off by 2^-24 at least.
+        far = tl.clamp(tl.abs(y) * (own * 67108864.0)[:, None] - 67108864.0, 0.0, 1.0)
+        count = tl.sum(far, 1)
+        found = tl.sum(tl.abs(y) * far, 1) + 0.5 * tl.sum(tl.abs(y), 1)
+        score = found * found / (2.0 * count + 0.25 * GROUP)
+    else:
+        codes = tl.where(inside, _codes(y, own, HALF), 0.0)
+        found = tl.sum(y * codes, 1)
+        score = found * found / tl.sum(codes * codes, 1)
     better = score > best
     best = tl.where(better, score, best)
     product = tl.where(better, found, product)
@@ -298,7 +309,12 @@ def _try(y, unit, factor, inside, HALF: tl.constexpr, best, product, inverse):
 @triton.jit
 def _codes(y, inverse, HALF: tl.constexpr):
     """Codes around zero, float32."""
+    return (_shifted(y, inverse, HALF) - 12582912.0) - HALF
+
+
+@triton.jit
+def _shifted(y, inverse, HALF: tl.constexpr):
+    """1.5 * 2^23 and the code, float32, where numbers are whole: rounded to nearest even."""
     # A clamp to 0..1 costs nothing where it ends a multiplication.
     share = tl.clamp(y * (inverse * (0.5 / HALF))[:, None] + 0.5, 0.0, 1.0)
-    whole = share * (2 * HALF) + 12582912.0  # 1.5 * 2^23: rounds to nearest even
-    return (whole - 12582912.0) - HALF
+    return share * (2 * HALF) + 12582912.0
