@@ -59,6 +59,7 @@ def _cases() -> dict:
     import test_unbiased_triton as unbiased
 
     from videokv.kernels.assign_centroids import triton as centroids
+    from videokv.kernels.assign_centroids import triton_few as few
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.copy_rows import triton as copying
@@ -100,9 +101,14 @@ def _cases() -> dict:
     def encode_unbiased(bits: int, x: torch.Tensor) -> None:
         size = x.shape[3]
         centres = unbiased.fit_centres(x, bits=4, iterations=1, seed=0)
-        unbiased.quantize_kernel.quantize(
+        _, steps, largest = unbiased.quantize_kernel.quantize(
             x, bits=bits, group_size=size, centres=centres, rotation=Rotation(size)
         )
+        unbiased.quantize_kernel.code_steps(steps, largest)
+
+    def few_centres(x: torch.Tensor, bits: int) -> None:
+        start = x[:, :, : (1 << bits) - 1].float().contiguous()
+        few.few_centres(x, start, iterations=5, bits=bits)
 
     def decode_narrow() -> None:
         chunk = reconstruction.encoded("quantwm")
@@ -193,7 +199,10 @@ def _cases() -> dict:
             first=3,
             rounds=12,
         ),
-        "lloyd": partial(centroids.lloyd, x, origin, table),
+        "few starts": partial(few.spread, x, count=15, seed=0),
+        "few starts float32": partial(few.spread, x[..., :80].float(), count=7, seed=0),
+        "few labels": partial(few_centres, x, 4),
+        "few labels of 3 bits": partial(few_centres, x[..., :80].float(), 3),
         "two-level spans": partial(two_level.spans, x, None, group_size=64),
         "two-level encode": partial(two_level.encode, x, None, spans, group_size=64),
     }

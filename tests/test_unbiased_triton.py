@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from videokv.kernels import assign_centroids, gpu
+from videokv.kernels import gpu
 from videokv.kernels import quantize_unbiased as quantize
+from videokv.kernels.assign_centroids import few, spread_tokens
 from videokv.kernels.attend_packed import PackedCall
 from videokv.kernels.attend_packed import reference as attend_reference
 from videokv.kernels.pack_codes import unpack
@@ -19,7 +20,7 @@ from videokv.rotation import Rotation
 from videokv.tensors import E4M3, map_tensors
 
 pytest.importorskip("triton")
-from videokv.kernels.assign_centroids import triton as centroid_kernel  # noqa: E402
+from videokv.kernels.assign_centroids import triton_few as few_kernel  # noqa: E402
 from videokv.kernels.attend_packed import triton as attend_kernel  # noqa: E402
 from videokv.kernels.quantize_unbiased import triton as quantize_kernel  # noqa: E402
 from videokv.kernels.reconstruct import triton as reconstruct_kernel  # noqa: E402
@@ -105,8 +106,12 @@ def test_reconstruct_in_every_dtype(dtype):
 @pytest.mark.parametrize(("size", "group"), [(128, 64), (80, 40), (256, None), (64, 8)])
 def test_several_steps_a_token(size, group):
     chunk = encoded(2, size, 33, group_size=group)
-    for dtype in (F32, F16):
-        assert off(run(chunk, dtype), exact(chunk)) < TOLERANCE[dtype]
+    assert off(run(chunk, F16), exact(chunk)) < TOLERANCE[F16]
+    # A rotation of 256 x 256 in float32 fits no multiprocessor: the reference serves it on a GPU.
+    wide = (
+        run(chunk, F32) if size < 256 or DEVICE == "cpu" else reconstruct(chunk.parts(), dtype=F32)
+    )
+    assert off(wide, exact(chunk)) < TOLERANCE[F32]
 
 
 def test_the_reference_gives_the_bits_of_the_chunks_own_decode():
@@ -115,7 +120,7 @@ def test_the_reference_gives_the_bits_of_the_chunks_own_decode():
         got = torch.empty(chunk.shape, device=DEVICE)
         reconstruct_reference.reconstruct(chunk.parts(), got, factor=None)
         chunk = map_tensors(chunk, lambda tensor: tensor.cpu())
-        assert off(got, chunk.decode(F32)) < 1e-7
+        assert off(got, chunk.decode(F32)) < (1e-7 if DEVICE == "cpu" else 1e-6)
 
 
 def test_rows_of_a_strided_buffer_and_a_stretch_of_blocks(monkeypatch):
@@ -198,7 +203,12 @@ def test_encode(bits, size, group, dtype, tokens):
     unlike = (packed != want).any(-1).float().mean()
     assert unlike <= max(0.01, 1.5 / (2 * tokens) if tokens < 200 else 0)
     assert off(steps, want_steps) < 1e-3
-    assert float(largest.amax()) == float(x.abs().amax())
+    assert float(largest[0].amax()) == float(x.abs().amax())
+    codes, scale, most = quantize_kernel.code_steps(steps, largest)
+    want_codes, want_scale = quantize.coded_steps(steps)
+    assert torch.equal(scale, want_scale) and torch.equal(most, x.abs().float().amax((2, 3)))
+    assert (codes.int() - want_codes.int()).abs().amax() <= 1  # logarithms half-way between two
+    assert float((codes != want_codes).float().mean()) < 0.02
 
 
 @pytest.mark.parametrize("tokens", [127, 1025])
@@ -219,10 +229,26 @@ def test_encode_reads_any_strides():
     assert float((packed != want).any(-1).float().mean()) < 0.05
 
 
+@pytest.mark.parametrize(("size", "label_bits"), [(64, 4), (80, 3), (63, 2)])
+def test_the_rotated_table(size, label_bits):
+    x = draw(1, 2, 60, size)
+    centres = fit_centres(x, bits=label_bits, iterations=1, seed=0)
+    rotation = Rotation(size, 3)
+    halves, scale = quantize_kernel.turned_table(moved(centres), rotation)
+    got = halves.double() * scale.double()
+    count = (1 << label_bits) - 1
+    want = rotation.apply(centres.table.double() * centres.scale.double())
+    assert off(got[:, :, 1 : count + 1] + got[:, :, 17 : count + 17], want) < 2e-6
+    got[:, :, 1 : count + 1] = got[:, :, 17 : count + 17] = 0
+    assert not got.any()
+
+
 def test_encode_of_degenerate_tokens():
     x = torch.zeros(1, 2, 40, 64, device=DEVICE)
     (packed, steps, _), (want, want_steps) = sides(x, 2, 64)
     assert torch.equal(packed, want) and torch.equal(steps, want_steps) and not steps.any()
+    codes, scale, _ = quantize_kernel.code_steps(steps, torch.zeros(2, 2, 1, device=DEVICE))
+    assert (codes == 255).all() and not scale.any()
     x[0, 1, 7] = 1e-25
     x[0, 0, 9, 1] = 1e14
     (packed, steps, _), (want, want_steps) = sides(x, 3, 64)
@@ -234,23 +260,61 @@ def test_what_is_not_finite_is_told():
         x = draw(1, 2, 70, 64).to(DEVICE)
         centres = moved(fit_centres(x.cpu(), bits=2, iterations=1, seed=0))
         x[0, 1, 65, 5] = bad
-        largest = quantize_kernel.quantize(
+        _, steps, largest = quantize_kernel.quantize(
             x, bits=2, group_size=64, centres=centres, rotation=Rotation(64)
-        )[2]
-        assert not float(largest.amax()) < 1e15
+        )
+        assert not float(quantize_kernel.code_steps(steps, largest)[2].amax()) < 1e15
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "tokens"), [(64, F16, 1), (80, F32, 63), (128, F16, 63), (64, F16, 1025)]
+    ("bits", "size", "dtype", "tokens"),
+    [(2, 64, F16, 1), (3, 80, F32, 63), (4, 128, F16, 500), (4, 64, F16, 1025), (3, 63, F16, 40)],
 )
-def test_one_iteration_of_few_centroids(size, dtype, tokens):
-    x = draw(2, 2, tokens, size).to(DEVICE, dtype)
-    origin = x.float().mean(2, keepdim=True)
-    table = draw(2, 2, 8, size, seed=3).to(DEVICE) - origin
-    labels = assign_centroids.nearest(x.float() - origin, table)[..., 0]
-    want = assign_centroids.label_means(x.float() - origin, labels.byte(), fallback=table)
-    got = centroid_kernel.lloyd(x, origin, table)
-    assert off(got, want) < (1e-5 if DEVICE == "cpu" else 2e-2)
+def test_few_centroids_are_those_of_the_steps(bits, size, dtype, tokens):
+    x = draw(1, 2, tokens, size).to(DEVICE, dtype)
+    count = (1 << bits) - 1
+    start = few_kernel.spread(x, count=count, seed=5)
+    if DEVICE == "cpu":  # on a GPU a distance rounded otherwise may draw another token
+        assert torch.equal(start, spread_tokens(x, count=count, seed=5))
+    for iterations in (1, 4):
+        got = few_kernel.few_centres(x, start, bits=bits, iterations=iterations)
+        want = few.in_steps(x, start, bits=bits, iterations=iterations)
+        assert [t.shape for t in got] == [t.shape for t in want]
+        tables = [table.float() * scale for _, table, scale in (got, want)]
+        labels = [unpack(ids, bits=bits, count=tokens) for ids, *_ in (got, want)]
+        if DEVICE == "cpu" and (dtype == F32 or tokens <= 500):
+            assert off(*tables) < 1e-6 and torch.equal(*labels)
+        else:  # rows of 16 bits, and TF32, leave a token between two centroids to either
+            near = [
+                float(few._residual(x, table, label).norm())
+                for table, label in zip(tables, labels, strict=True)
+            ]
+            assert abs(near[0] - near[1]) < 2e-3 * near[1]
+
+
+def test_starts_draw_every_distinct_token_before_any_twice():
+    x = draw(1, 2, 5, 64).repeat_interleave(40, 2).to(DEVICE, F16)
+    start = few_kernel.spread(x, count=7, seed=1)
+    for head in start[0].unbind(0):
+        assert len({tuple(row) for row in head.tolist()}) == 5
+        assert torch.equal(head[5], x[0, 0, -1].float()) or torch.equal(
+            head[5], x[0, 1, -1].float()
+        )
+    assert torch.equal(start, spread_tokens(x, count=7, seed=1))
+
+
+def test_few_centroids_are_the_same_alone_and_in_any_layout():
+    x = draw(2, 3, 200, 64).to(DEVICE, F16)
+    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+    whole = assign_centroids_by_kernel(x)
+    for got, want in zip(assign_centroids_by_kernel(strided), whole, strict=True):
+        assert torch.equal(got.float(), want.float())
+    for got, want in zip(assign_centroids_by_kernel(x[1:, 2:]), whole, strict=True):
+        assert torch.equal(got.float(), want[1:, 2:].float())
+
+
+def assign_centroids_by_kernel(x):
+    return few.by_kernel(x, bits=3, iterations=3, seed=0)
 
 
 @pytest.fixture
@@ -271,14 +335,14 @@ def test_the_quantizer_uses_the_kernels(bits, size, dtype, tokens, request):
     request.getfixturevalue("kernels")
     got = Unbiased(bits).encode(x, KEYS)
     assert not any(gpu._verdicts.values()) and {key[0] for key in gpu._verdicts} >= {
-        "lloyd",
-        "assign_centroids",
+        "few_centres",
         "quantize_unbiased",
     }
     tables = (chunk.centres.real_table() for chunk in (got, want))
-    assert off(*tables) < (1e-6 if DEVICE == "cpu" else 5e-2)
+    alike = DEVICE == "cpu" and dtype == F32
+    assert off(*tables) < (1e-6 if alike else 5e-2)
     error = off(got.decode(F32), x)
-    assert abs(error - off(want.decode(F32), x)) < (1e-4 if DEVICE == "cpu" else 2e-2) * error
+    assert abs(error - off(want.decode(F32), x)) < (1e-4 if alike else 2e-2) * error
     rows = torch.empty(x.shape, device=DEVICE, dtype=F16)
     decode_into(got, rows)
     assert off(rows, exact(got)) < TOLERANCE[F16]

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import cluster_beside_zero, nearest_labels, spread_tokens
-from videokv.kernels.pack_codes import pack, unpack
+from videokv.kernels.assign_centroids import few_centres
+from videokv.kernels.pack_codes import unpack
 from videokv.kernels.quantize_unbiased import (
     LABEL_BITS,
     Centres,
@@ -32,7 +32,6 @@ from videokv.kernels.quantize_unbiased import (
     quantize_unbiased,
     real_steps,
     unbiased_codes,
-    with_zero,
 )
 from videokv.kernels.quantize_unbiased.layout import GAUSSIAN_STEP
 from videokv.kernels.reconstruct import Parts, fused
@@ -41,7 +40,7 @@ from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
 from videokv.quantizers.inputs import check_count, checked
 from videokv.rotation import Rotation
-from videokv.tensors import E4M3, E4M3_MAX, require_finite
+from videokv.tensors import require_finite
 
 __all__ = ["LONG_CHUNK", "Centres", "Unbiased", "UnbiasedChunk", "fit_centres", "unbiased_codes"]
 
@@ -169,7 +168,7 @@ class Unbiased:
             rotation=rotation,
         )
         if x.device.type != "cpu":
-            _require_usable(x, codes.largest, context)
+            _require_usable(x, codes.largest.amax(), context)
         return UnbiasedChunk(
             packed=codes.packed,
             steps=codes.steps,
@@ -182,13 +181,8 @@ class Unbiased:
 
 def fit_centres(x: Tensor, *, bits: int, iterations: int, seed: int) -> Centres:
     """k-means of ``[B, H, T, D]`` with ``2^bits - 1`` centroids beside a fixed zero."""
-    start = spread_tokens(x, count=(1 << bits) - 1, seed=seed)
-    table = cluster_beside_zero(x, start, iterations=iterations)
-    largest = table.abs().amax((2, 3), keepdim=True)
-    scale = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
-    stored = (table / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    labels = nearest_labels(x, with_zero(stored.float() * scale))
-    return Centres(pack(labels, bits=bits), stored, scale, bits, x.shape[2])
+    ids, table, scale = few_centres(x, bits=bits, iterations=iterations, seed=seed)
+    return Centres(ids, table, scale, bits, x.shape[2])
 
 
 def _require_usable(x: Tensor, largest_value: Tensor, context: EncodeContext) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import choice, reference
+from videokv.kernels.assign_centroids import choice, few, reference
 from videokv.kernels.assign_centroids.layout import Clusters, gather_centroids
 from videokv.kernels.assign_centroids.starts import (
     draw_tokens,
@@ -26,8 +26,8 @@ __all__ = [
     "Clusters",
     "choose_by_range",
     "cluster",
-    "cluster_beside_zero",
     "draw_tokens",
+    "few_centres",
     "gather_centroids",
     "label_means",
     "nearest",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MAX_CENTROIDS = 256  # labels are stored in one byte
-MAX_FEW = 16  # centroids that one block of a program holds while it reads the tokens once
+FEW_BITS = (2, 3, 4)  # of labels among centroids that one block of a program holds
 
 
 def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
@@ -70,34 +70,42 @@ def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Te
     return labels, centroids + origin
 
 
-def cluster_beside_zero(x: Tensor, start: Tensor, *, iterations: int) -> Tensor:
-    """Lloyd's k-means with a centroid more, which stays at zero: float32 ``[B, H, K, D]``.
+def few_centres(
+    x: Tensor, *, bits: int, iterations: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """k-means with ``2^bits - 1`` centroids beside one that stays at zero, as it is stored.
 
-    x: ``[B, H, T, D]`` finite; start: ``[B, H, K, D]``. The zero is not returned. A cluster without
-    tokens keeps its centroid.
+    x: ``[B, H, T, D]`` finite; bits: of a label, 2 to 4. Returns packed labels uint8
+    ``[B, H, bytes]``, the table E4M3 ``[B, H, K, D]`` of labels 1..K (0 is zero) and its scale
+    float32 ``[B, H, 1, 1]``. It starts with k-means++. A cluster without tokens keeps its centroid;
+    labels are the nearest rows of the stored table.
     """
-    _check(x, start)
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1, got {iterations}")
-    table = _with_zero(start.float())
+    if bits not in FEW_BITS or iterations < 1:
+        raise ValueError(
+            f"bits must be one of {FEW_BITS} and iterations at least 1, got {bits}, {iterations}"
+        )
     if wants_kernels(x.device):
-        refusal = few_refusal(x, centroids=table.shape[2])
+        refusal = few_refusal(x, bits=bits)
         if refusal is None:
-            return _few_by_kernel(x.detach(), table, iterations=iterations)
+            return few.by_kernel(x, bits=bits, iterations=iterations, seed=seed)
         say_once(f"k-means of few centroids runs in PyTorch steps: {refusal}")
-    for _ in range(iterations):
-        labels = nearest(x, table)[..., 0].to(torch.uint8)
-        table = _with_zero(label_means(x, labels, fallback=table)[:, :, 1:])
-    return table[:, :, 1:]
+    start = spread_tokens(x, count=(1 << bits) - 1, seed=seed)
+    return few.in_steps(x, start, bits=bits, iterations=iterations)
 
 
-def _few_by_kernel(x: Tensor, table: Tensor, *, iterations: int) -> Tensor:
-    # Any origin near the tokens keeps the digits of their differences: no pass to find the mean.
-    origin = table[:, :, 1:].mean(2, keepdim=True)
-    centred = table - origin
-    for _ in range(iterations):
-        centred = torch.cat([-origin, _kernel().lloyd(x, origin, centred)[:, :, 1:]], 2)
-    return centred[:, :, 1:] + origin
+def few_refusal(x: Tensor, *, bits: int) -> str | None:
+    """Why the kernels of few centroids do not serve ``x``, or None. Checked at their first use,
+    with tokens of their own: those that come may be not finite."""
+    size = x.shape[3]
+    if size > 256 or x.shape[0] * x.shape[1] > 65535:
+        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
+    refusal = machine_refusal(x.device)
+    if refusal is not None:
+        return refusal
+    config = (size, x.dtype, bits)
+    return checked_refusal(
+        "few_centres", config, x.device, lambda: few.self_check(size, x.dtype, x.device, bits)
+    )
 
 
 def nearest_labels(x: Tensor, table: Tensor) -> Tensor:
@@ -109,10 +117,6 @@ def nearest_labels(x: Tensor, table: Tensor) -> Tensor:
         labels: Tensor = _kernel().nearest_one(x.detach(), origin, table - origin)
         return labels
     return nearest(x, table)[..., 0].to(torch.uint8)
-
-
-def _with_zero(table: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(table[:, :, :1]), table], 2)
 
 
 def choose_by_range(
@@ -147,29 +151,6 @@ def kernel_refusal(x: Tensor) -> str | None:
     if refusal is not None:
         return refusal
     return checked_refusal("assign_centroids", (size, x.dtype), x.device, lambda: _self_check(x))
-
-
-def few_refusal(x: Tensor, *, centroids: int) -> str | None:
-    """Why the kernel of one pass an iteration does not serve ``x``, or None; checked here."""
-    if centroids > MAX_FEW:
-        return f"{centroids} centroids are more than {MAX_FEW}"
-    refusal = kernel_refusal(x)
-    if refusal is not None:
-        return refusal
-    return checked_refusal("lloyd", (x.shape[3], x.dtype), x.device, lambda: _few_self_check(x))
-
-
-def _few_self_check(x: Tensor) -> str | None:
-    """One iteration against the two kernels that do the same in two passes."""
-    tokens = x.detach()[:2, :2, :500]
-    origin = tokens.mean(2, keepdim=True, dtype=torch.float32)
-    moved = tokens.float() - origin
-    table = moved[:, :, :: max(1, moved.shape[2] // 7)][:, :, :MAX_FEW].contiguous()
-    labels = _kernel().nearest_one(tokens, origin, table)
-    want = reference.means(moved, labels.long(), table)
-    got = _kernel().lloyd(tokens, origin, table)
-    off = float((got - want).norm() / moved.norm().clamp(min=1e-30))
-    return None if off <= 1e-2 else f"self-check failed: means are off by {off:.1e}"
 
 
 def _self_check(x: Tensor) -> str | None:

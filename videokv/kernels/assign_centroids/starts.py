@@ -28,16 +28,21 @@ def spread_tokens(x: Tensor, *, count: int, seed: int) -> Tensor:
     x: ``[B, H, T, D]`` finite. Returns float32 ``[B, H, count, D]``.
     """
     tokens = _evenly_spaced(x, limit=TOKENS_PER_CENTROID * count).float()
-    uniforms = torch.rand(
-        count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).tolist()
-    first = int(uniforms[0] * tokens.shape[2])
+    draws = uniforms(count, seed)
+    first = int(draws[0] * tokens.shape[2])
     chosen = [tokens[:, :, first : first + 1]]
     distances = _squared_distances(tokens, chosen[0])
-    for uniform in uniforms[1:]:
+    for uniform in draws[1:]:
         chosen.append(_draw(tokens, distances, uniform))
         distances = torch.minimum(distances, _squared_distances(tokens, chosen[-1]))
     return torch.cat(chosen, dim=2)
+
+
+def uniforms(count: int, seed: int) -> list[float]:
+    """The numbers in 0..1 that k-means++ draws its tokens with."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[float] = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+    return found
 
 
 def label_means(x: Tensor, ids: Tensor, *, fallback: Tensor) -> Tensor:

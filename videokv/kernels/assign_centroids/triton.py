@@ -39,7 +39,6 @@ CHOOSE_TOKENS = 64
 CHOOSE_BLOCKS = 8
 CHOOSE_WARPS = 8
 STRETCHES = 11  # of tokens that are summed apart: with 12 heads and 256 centroids two programs each
-FEW_STRETCHES = 64  # the same where one program holds all centroids
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch", "stretches"]
 
 
@@ -209,77 +208,6 @@ def _finish(
         mean -= middle[None, :]
     old = tl.load(fallback + place, mask=inside, other=0.0)
     tl.store(found + place, tl.where((members > 0)[:, None], mean, old), mask=inside)
-
-
-def lloyd(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
-    """One iteration with at most 16 centroids, tokens read once: new centroids float32.
-
-    Arguments as of ``nearest_one``; a centroid without tokens stays as it is.
-    """
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    batch, heads, tokens, size = x.shape
-    centroids = table.shape[2]
-    stretch = triton.cdiv(triton.cdiv(tokens, FEW_STRETCHES), BLOCK_TOKENS) * BLOCK_TOKENS
-    count = triton.cdiv(tokens, stretch)
-    sums = torch.empty(count, batch, heads, centroids, size, device=x.device)
-    members = torch.empty(count, batch, heads, centroids, 1, device=x.device)
-    with on_device(x.device):
-        _lloyd[(count, batch * heads)](
-            x,
-            *x.stride()[:3],
-            origin.contiguous(),
-            table.contiguous(),
-            (table.square().sum(-1) / 2).contiguous(),
-            sums,
-            members,
-            heads,
-            tokens,
-            centroids,
-            stretch,
-            ALIGN=row_alignment(x),
-            D=size,
-            BD=max(16, triton.next_power_of_2(size)),
-            BT=BLOCK_TOKENS,
-            BK=16,
-            PRECISION=_precision(x),
-            num_warps=4,
-            num_stages=2,
-            enable_fp_fusion=True,
-        )
-    total, seen = sums.sum(0), members.sum(0)
-    return torch.where(seen > 0, total / seen.clamp(min=1), table)
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def _lloyd(
-    x, x_b, x_h, x_t, origin, table, half_norms, sums, members, heads, tokens, centroids, stretch,
-    ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    number = tl.arange(0, BK)
-    there = number < centroids
-    channel = tl.arange(0, BD)
-    place = (head * centroids + number)[None, :] * D + channel[:, None]
-    rows = tl.load(table + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
-    half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
-    total = tl.zeros([BK, BD], tl.float32)
-    seen = tl.zeros([BK], tl.float32)
-    begin = tl.program_id(0) * stretch
-    for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
-        token = first + tl.arange(0, BT)
-        live = token < tokens
-        block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
-        distance = half[None, :] - tl.dot(block, rows, input_precision=PRECISION)
-        smallest = tl.min(distance, 1)
-        label = tl.min(tl.where(distance == smallest[:, None], number[None, :], BK), 1)
-        belongs = ((number[:, None] == label[None, :]) & live[None, :]).to(tl.float32)
-        total = tl.dot(belongs, block, acc=total, input_precision=PRECISION)
-        seen += tl.sum(belongs, 1)
-    line = (tl.program_id(0) * tl.num_programs(1) + head) * centroids + number
-    tl.store(members + line, seen, mask=there)
-    target = sums + line[:, None] * D + channel[None, :]
-    tl.store(target, total, mask=there[:, None] & (channel < D)[None, :])
 
 
 @triton.jit(do_not_specialize=_COUNTS)

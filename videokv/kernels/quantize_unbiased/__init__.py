@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from videokv.kernels.assign_centroids.layout import gather_centroids
 from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
+from videokv.kernels.pack_codes import pack
 from videokv.kernels.quantize_unbiased import reference
 from videokv.kernels.quantize_unbiased.layout import (
     LABEL_BITS,
@@ -24,6 +27,7 @@ from videokv.kernels.quantize_unbiased.layout import (
 )
 from videokv.kernels.quantize_unbiased.reference import unbiased_codes
 from videokv.rotation import Rotation
+from videokv.tensors import E4M3
 
 __all__ = [
     "LABEL_BITS",
@@ -39,14 +43,13 @@ __all__ = [
     "with_zero",
 ]
 
-_CORNER = 304  # tokens that a self-check looks at, a multiple of 8
-_SMALL = 1e-5  # steps below this share of the tensor's largest value are rounding of the sums
+_TOKENS = 300  # that a self-check looks at
 
 
 class UnbiasedCodes(NamedTuple):
     """packed uint8 ``[B, H, T, bytes]``; steps uint8 ``[B, H, T, G]``; scale float32
-    ``[B, H, 1, 1]``; largest: a tensor of largest magnitudes of the input, not finite where it is
-    not."""
+    ``[B, H, 1, 1]``; largest: largest magnitudes of parts of the input, one of them not finite
+    where the input is not."""
 
     packed: Tensor
     steps: Tensor
@@ -63,25 +66,23 @@ def quantize_unbiased(
     The kernel's codes are those of the reference but where a number lies half-way between two.
     """
     if wants_kernels(x.device):
-        refusal = kernel_refusal(
-            x, bits=bits, group_size=group_size, centres=centres, rotation=rotation
-        )
+        refusal = kernel_refusal(x, bits=bits, group_size=group_size, label_bits=centres.label_bits)
         if refusal is None:
-            packed, ideal, largest = _kernel().quantize(
+            kernel = _kernel()
+            packed, ideal, largest = kernel.quantize(
                 x, bits=bits, group_size=group_size, centres=centres, rotation=rotation
             )
-            return UnbiasedCodes(packed, *coded_steps(ideal), largest.amax())
+            return UnbiasedCodes(packed, *kernel.code_steps(ideal, largest))
         say_once(f"quantize_unbiased runs in PyTorch steps: {refusal}")
     packed, ideal = reference.quantize(
         x, bits=bits, group_size=group_size, centres=centres, rotation=rotation
     )
-    return UnbiasedCodes(packed, *coded_steps(ideal), x.abs().amax())
+    return UnbiasedCodes(packed, *coded_steps(ideal), x.abs().amax((2, 3)))
 
 
-def kernel_refusal(
-    x: Tensor, *, bits: int, group_size: int, centres: Centres, rotation: Rotation
-) -> str | None:
-    """Why the Triton kernel does not serve this, or None. Its first use is checked here."""
+def kernel_refusal(x: Tensor, *, bits: int, group_size: int, label_bits: int) -> str | None:
+    """Why the Triton kernels do not serve this, or None. Their first use is checked here, with
+    tokens of their own: those that come may be not finite."""
     size = x.shape[3]
     if size > 256 or x.shape[0] * x.shape[1] > 65535:
         return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
@@ -90,44 +91,52 @@ def kernel_refusal(
     refusal = machine_refusal(x.device)
     if refusal is not None:
         return refusal
-    config = (bits, size, group_size, centres.label_bits, x.dtype)
+    config = (bits, size, group_size, label_bits, x.dtype)
     return checked_refusal(
         "quantize_unbiased",
         config,
         x.device,
-        lambda: _self_check(x, bits, group_size, centres, rotation),
+        lambda: _self_check(x.device, x.dtype, size, bits, group_size, label_bits),
     )
 
 
 def _self_check(
-    x: Tensor, bits: int, group_size: int, centres: Centres, rotation: Rotation
+    device: torch.device, dtype: torch.dtype, size: int, bits: int, group_size: int, label_bits: int
 ) -> str | None:
-    """Kernel against reference on a corner: nearly all bytes and steps alike."""
-    # Eight labels fill whole bytes at every width: a corner of whole eights needs no packing.
-    tokens = x.shape[2] if x.shape[2] <= _CORNER else _CORNER
-    length = centres.ids.shape[2] if tokens == x.shape[2] else tokens // 8 * centres.label_bits
-    corner = x.detach()[:2, :2, :tokens]
-    some = Centres(
-        centres.ids[:2, :2, :length].contiguous(),
-        centres.table[:2, :2],
-        centres.scale[:2, :2],
-        centres.label_bits,
-        tokens,
+    """Kernels against reference: nearly all bytes and steps alike."""
+    generator = torch.Generator().manual_seed(size)
+    count = (1 << label_bits) - 1
+    table = 4 * torch.randn(1, 2, count, size, generator=generator)
+    labels = torch.randint(count + 1, (1, 2, _TOKENS), generator=generator)
+    x = gather_centroids(with_zero(table), labels)
+    x += torch.randn(x.shape, generator=generator) * torch.rand(
+        1, 2, _TOKENS, 1, generator=generator
     )
+    centres = Centres(
+        pack(labels.to(torch.uint8), bits=label_bits).to(device),
+        (table * 8).to(E4M3).to(device),
+        torch.full((1, 2, 1, 1), 0.125, device=device),
+        label_bits,
+        _TOKENS,
+    )
+    x = x.to(device, dtype)
     options: dict[str, Any] = {
-        "bits": bits, "group_size": group_size, "centres": some, "rotation": rotation,
+        "bits": bits, "group_size": group_size, "centres": centres, "rotation": Rotation(size),
     }  # fmt: skip
-    got, got_steps, _ = _kernel().quantize(corner, **options)
-    want, want_steps = reference.quantize(corner, **options)
-    limit = _SMALL * float(corner.float().abs().amax())
-    large = (want_steps > limit).any(-1)
-    if not bool(large.any()):
-        return None if float(got_steps.amax()) <= 2 * limit else "self-check failed: steps of noise"
-    share = float((got != want)[large].float().mean())
+    got, got_steps, largest = _kernel().quantize(x, **options)
+    want, want_steps = reference.quantize(x, **options)
+    share = float((got != want).float().mean())
     off = float((got_steps - want_steps).norm() / want_steps.norm())
-    if share < 1e-2 and off < 1e-2:
-        return None
-    return f"self-check failed: {share:.1%} of the bytes differ, steps by {off:.1e}"
+    if not (share < 1e-2 and off < 1e-2):
+        return f"self-check failed: {share:.1%} of the bytes differ, steps by {off:.1e}"
+    codes, scale, most = _kernel().code_steps(got_steps, largest)
+    want_codes, want_scale = coded_steps(got_steps)
+    far = int((codes.int() - want_codes.int()).abs().amax())
+    if far > 1 or not torch.equal(scale, want_scale):
+        return f"self-check failed: codes of steps are off by {far}"
+    if float(most.amax()) != float(x.abs().amax()):
+        return "self-check failed: the largest magnitude is another"
+    return None
 
 
 def _kernel() -> Any:
