@@ -39,6 +39,7 @@ from videokv.kernels.reconstruct import triton_unbiased
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
+from videokv.kernels.reconstruct.turned_codes import offset_rows, rotation_rows, turned_codes
 from videokv.rotation import signs
 from videokv.tensors import E4M3, walk_tensors
 
@@ -46,6 +47,7 @@ ELEMENTS = {"plain": 8192, "stages": 4096, "rotated": 8192, "low_rank": 4096}  #
 WARPS = {"plain": 4, "stages": 4, "rotated": 4, "low_rank": 4}
 PROGRAMS = 1056  # eight for each of 132 multiprocessors
 LONGEST = {"plain": 1, "stages": 1, "rotated": 8, "low_rank": 8}  # steps of a program
+SPLIT = True  # a product for each place of a code in its byte
 _COUNTS = ["heads", "tokens", "stretch", "time_groups", "out_b", "out_h"]
 _COUNTS += ["size0", "size1", "size2", "size3", "rope_rows"]
 
@@ -152,10 +154,33 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
         "WIDE": wide,
         "PRECISION": products(dtype, device),
         "AS_BYTES": dtype == E4M3,
+        "SLOTS": _slots(parts, block, wide=wide),
+        "WIDE_OFFSETS": device.type != "cuda",  # the interpreter multiplies BF16 wrongly
         "num_warps": WARPS[load],
         "enable_fp_fusion": False,  # the same roundings as the reference
     }
     return _Plan(rows, LONGEST[load], arguments, options)
+
+
+def _slots(parts: Parts, block: int, *, wide: bool) -> int:
+    """How many products undo the rotation: one of each place in a byte, or a single one (1).
+
+    Several where operands are made in FP16 (``turned_codes``): steps in E4M3, offsets or none.
+    """
+    slots = 8 // parts.bits if parts.bits in (2, 4) else 1
+    fits = (
+        SPLIT
+        and slots > 1
+        and parts.rotation is not None
+        and not wide
+        and not parts.stages
+        and parts.steps.dtype == E4M3
+        and (parts.zero == "none" or (parts.zero == "offset" and parts.scale is None))
+        and whole_groups(parts, block)
+        and parts.group_size % slots == 0
+        and block // slots >= 16
+    )
+    return slots if fits else 1
 
 
 def _load(parts: Parts) -> str:
@@ -178,14 +203,17 @@ def _kernel(
     WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr, ALIGN: tl.constexpr, LOOP: tl.constexpr,
+    PAIRS: tl.constexpr, SLOTS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, ALIGN: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BD)
     turn = None
+    sums = None
     if matrix is not None:
-        square = matrix + channel[:, None] * D + channel[None, :]
-        turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0)
+        turn = rotation_rows(matrix, D, BD, SLOTS)
+        if SLOTS > 1 and ZERO > 0:
+            sums = offset_rows(turn, zeros, BD, GROUP, SLOTS, WIDE_OFFSETS)
     span = None
     if RANK > 0:
         span = low_rank_span(basis, head, channel, D, RANK, BR, WIDE)
@@ -198,17 +226,18 @@ def _kernel(
                 out, out_t, out_d, base, heads, head, start, tokens, factor, cos, sin,
                 rope_rows, time_groups, packed, steps, scale, zeros, ids0, table0, size0, ids1,
                 table1, size1, ids2, table2, size2, ids3, table3, size3, low_codes, low_scales,
-                span, turn, matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN,
+                span, turn, sums, matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN,
                 WHOLE_GROUPS, ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION, AS_BYTES,
-                INTERLEAVED, PAIRS,
+                INTERLEAVED, PAIRS, SLOTS,
             )  # fmt: skip
     else:  # a loop of one step would take more registers
         _block(
             out, out_t, out_d, base, heads, head, begin, tokens, factor, cos, sin, rope_rows,
             time_groups, packed, steps, scale, zeros, ids0, table0, size0, ids1, table1, size1,
             ids2, table2, size2, ids3, table3, size3, low_codes, low_scales, span, turn,
-            matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS,
+            sums, matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS,
             ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS,
+            SLOTS,
         )  # fmt: skip
 
 
@@ -217,13 +246,13 @@ def _block(
     out, out_t, out_d, base, heads, head, start, tokens, factor, cos, sin, rope_rows,
     time_groups, packed, steps, scale, zeros,
     ids0, table0, size0, ids1, table1, size1, ids2, table2, size2, ids3, table3, size3,
-    low_codes, low_scales, span, turn, matrix_scale,
+    low_codes, low_scales, span, turn, sums, matrix_scale,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr, REACH: tl.constexpr,
     ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, BD)
     token = start + tl.arange(0, BT)
@@ -231,10 +260,16 @@ def _block(
     row = head * tokens + token
     inside = live[:, None] & (channel < D)[None, :]
 
-    values = dequantize_block(
-        packed, steps, scale, zeros, head, token, live, tokens, time_groups,
-        D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND,
-    )  # fmt: skip
+    if SLOTS > 1:
+        values = turned_codes(
+            packed, steps, scale, zeros, head, row, live, turn, sums, matrix_scale,
+            D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, ZERO, SLOTS, PRECISION,
+        )  # fmt: skip
+    else:
+        values = dequantize_block(
+            packed, steps, scale, zeros, head, token, live, tokens, time_groups,
+            D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND,
+        )  # fmt: skip
 
     if STAGES > 0:
         values += centroids_block(ids0, table0, size0, head, row, live, inside, channel, D)
@@ -245,14 +280,14 @@ def _block(
     if STAGES > 3:
         values += centroids_block(ids3, table3, size3, head, row, live, inside, channel, D)
 
-    if turn is not None:
+    if turn is not None and SLOTS == 1:
         if WIDE:
-            values = tl.dot(values, turn, input_precision=PRECISION) * matrix_scale
+            values = tl.dot(values, turn[0], input_precision=PRECISION) * matrix_scale
         else:
             largest = tl.max(tl.abs(values), 1)
             inverse = 1.0 / tl.where(largest > 0, largest, 1.0)
             halves = (values * inverse[:, None]).to(tl.float16)
-            values = tl.dot(halves, turn) * (largest * matrix_scale)[:, None]
+            values = tl.dot(halves, turn[0]) * (largest * matrix_scale)[:, None]
 
     if RANK > 0:
         values += low_rank_rows(low_codes, low_scales, span, row, live, RANK, BR, WIDE, PRECISION)

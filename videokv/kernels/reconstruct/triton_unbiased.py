@@ -37,13 +37,16 @@ from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
+from videokv.kernels.reconstruct.turned_codes import rotation_rows, turned_odd_codes
 from videokv.rotation import signs
 from videokv.tensors import E4M3
 
 BLOCK_ELEMENTS = 8192  # of one step of a program: 64 tokens of 128 channels
 PROGRAMS = 1056  # eight for each of 132 multiprocessors; more would only fetch the matrix again
 LONGEST = 8  # blocks of a stretch
-WARPS = 8  # 16 of them fit a multiprocessor; of 4, with twice the registers, 8
+STAGES = 3  # of packed codes on their way
+WARPS = 4  # of a block of 64 tokens: one warp group, whose registers are the operands
+SPLIT_BITS = (2, 3, 4)  # codes of one step a token that are turned without unpacking rows
 CENTRES = 16  # rows of the padded table
 _COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres", "rope_rows"]
 
@@ -55,6 +58,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope 
     batch, heads, tokens, size = parts.shape
     block = max(16, triton.next_power_of_2(size))
     rows = max(16, min(128, BLOCK_ELEMENTS // block))
+    slots = _slots(parts, block)
     wide = out.dtype == torch.float32
     matrix = signs(rotation, device=out.device, dtype=torch.float32 if wide else torch.float16)
     low = None if parts.low_rank is None else parts.low_rank.dense(tokens)
@@ -67,7 +71,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope 
             heads,
             tokens,
             stretch,
-            code_words(parts),
+            code_words(parts) if slots == 1 else parts.codes.contiguous(),
             parts.steps.contiguous(),
             parts.scale.contiguous(),
             centres.ids.contiguous(),
@@ -98,8 +102,9 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope 
             INTERLEAVED=rope is not None and rope.interleaved,
             PAIRS=0 if rope is None else rope.pairs,
             ALIGN=row_alignment(out),
+            SLOTS=slots,
             num_warps=WARPS,
-            num_stages=2,
+            num_stages=STAGES,
             enable_fp_fusion=True,
         )
 
@@ -109,6 +114,13 @@ def _precision(parts: Parts, out: Tensor) -> str:
     found = products(out.dtype, out.device)
     exact = parts.head_dim & (parts.head_dim - 1) == 0 and parts.group_size == parts.head_dim
     return "tf32" if found == "tf32x3" and exact else found
+
+
+def _slots(parts: Parts, block: int) -> int:
+    """How many products undo the rotation: one of each place in a byte (or three), or one."""
+    slots = {2: 4, 3: 8, 4: 2}.get(parts.bits, 1)
+    whole = parts.group_size == parts.head_dim and block // slots >= 16
+    return slots if whole and parts.bits in SPLIT_BITS else 1
 
 
 def _stretch(blocks: int, heads: int) -> int:
@@ -125,12 +137,12 @@ def _kernel(
     WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
     RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, ALIGN: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BD)
     used = channel < D
-    square = matrix + channel[:, None] * D + channel[None, :]
-    turn = tl.load(square, mask=used[:, None] & used[None, :], other=0)
+    turn = rotation_rows(matrix, D, BD, SLOTS)
     number = tl.arange(0, BC)
     place = table + (head * centres + number)[:, None] * D + channel[None, :]
     stored = tl.load(place, mask=(number < centres)[:, None] & used[None, :], other=0)
@@ -138,19 +150,28 @@ def _kernel(
     if WIDE:
         means = means.to(tl.float32)
     mean_scale = tl.load(table_scale + head)
-    step_scale = tl.load(scale + head) * matrix_scale
+    # Centroids are added to the rotation's sums, which are in their unit until the end.
+    mean_scale = tl.where(mean_scale > 0, mean_scale, 1.0)
+    step_scale = tl.load(scale + head) * matrix_scale / mean_scale
     base = tl.multiple_of((head // heads) * out_b + (head % heads) * out_h, ALIGN)
     begin = tl.program_id(0) * stretch
     for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
         token = first + tl.arange(0, BT)
         live = token < tokens
         row = head * tokens + token
-        codes = odd_block(packed, row, live, ROW_BYTES, BITS, BD, WORDS)
-        values, step = _operands(codes, steps, row, live, D, BD, GROUP, WIDE)
-        values = tl.dot(values, turn, input_precision=PRECISION) * (step * step_scale)[:, None]
         label = labels_block(ids, head, token, live, tokens, LABEL_BITS)
+        if SLOTS > 1:
+            step = exp2_codes(tl.load(steps + row, mask=live, other=255))
+            values = turned_odd_codes(
+                packed, row, live, turn, BD, BITS, ROW_BYTES, SLOTS, PRECISION
+            )
+        else:
+            codes = odd_block(packed, row, live, ROW_BYTES, BITS, BD, WORDS)
+            values, step = _operands(codes, steps, row, live, D, BD, GROUP, WIDE)
+            values = tl.dot(values, turn[0], input_precision=PRECISION)
+        values = values * (step * step_scale)[:, None]
         own = (label[:, None] == (number + 1)[None, :]).to(means.dtype)
-        values += tl.dot(own, means, input_precision=PRECISION) * mean_scale
+        values = tl.dot(own, means, acc=values, input_precision=PRECISION) * mean_scale
         if RANK > 0:
             values += low_rank_block(
                 low_codes, low_scales, basis, head, row, live, channel,
