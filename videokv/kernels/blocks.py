@@ -174,44 +174,41 @@ def centres_block(
     return tl.load(table + place, mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit
-def low_rank_block(
-    codes, scales, basis, head, row, live, channel,
-    D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The repair of each token, float32 [rows, BD]: codes times scale times the basis."""
-    span = low_rank_span(basis, head, channel, D, RANK, BR, WIDE)
-    return low_rank_rows(codes, scales, span, row, live, RANK, BR, WIDE, PRECISION)
+def low_rank_width(rank: int) -> int:
+    """Terms of the repair's product: each coefficient in two parts, padded."""
+    return max(16, triton.next_power_of_2(2 * rank))
 
 
 @triton.jit
 def low_rank_span(
-    basis, head, channel, D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr
+    basis, head, channel, D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr
 ):
-    """The head's basis as an operand [BR, BD]."""
-    rank = tl.arange(0, BR)
-    across = basis + head * D * RANK + channel[None, :] * RANK + rank[:, None]
-    span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
-    span = span.to(tl.float32)
-    return span if WIDE else span.to(tl.float16)
+    """The head's basis as an operand, float32 [BR, BD]: each column twice, BF16 is exact in TF32."""
+    term = tl.arange(0, BR)
+    across = basis + head * D * RANK + channel[None, :] * RANK + (term % RANK)[:, None]
+    inside = (term < 2 * RANK)[:, None] & (channel < D)[None, :]
+    return tl.load(across, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
-def low_rank_rows(
-    codes, scales, span, row, live, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
+def low_rank_added(
+    values, codes, scales, span, row, live, RANK: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """See ``low_rank_block``; span: of ``low_rank_span``."""
-    rank = tl.arange(0, BR)
-    some = live[:, None] & (rank < RANK)[None, :]
-    small = tl.load(codes + row[:, None] * RANK + rank[None, :], mask=some, other=0)
+    """values float32 [rows, BD] plus codes times scale times the basis (``low_rank_span``).
+
+    A coefficient has at most 18 significant bits, 7 of the code and 11 of the scale: its upper 11
+    and the rest are two terms that TF32 holds exactly. So nothing is scaled after the product, and
+    the product adds to ``values``.
+    """
+    term = tl.arange(0, BR)
+    some = live[:, None] & (term < 2 * RANK)[None, :]
+    small = tl.load(codes + row[:, None] * RANK + (term % RANK)[None, :], mask=some, other=0)
     weight = tl.load(scales + row, mask=live, other=0).to(tl.float32)
-    if WIDE:
-        added = tl.dot(small.to(tl.float32), span, input_precision=PRECISION)
-    else:
-        added = tl.dot(small.to(tl.float16), span)
-    return added * weight[:, None]
+    whole = small.to(tl.float32) * weight[:, None]
+    upper = (whole.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    parts = tl.where((term < RANK)[None, :], upper, whole - upper)
+    return tl.dot(parts, span, acc=values, input_precision=PRECISION)
 
 
 @triton.jit

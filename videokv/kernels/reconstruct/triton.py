@@ -25,8 +25,9 @@ from videokv.kernels.blocks import (
     as_bytes,
     centroids_block,
     dequantize_block,
-    low_rank_rows,
+    low_rank_added,
     low_rank_span,
+    low_rank_width,
     reach_of,
     row_alignment,
     step_kind,
@@ -150,7 +151,7 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
         "STEP_KIND": step_kind(parts),
         "STAGES": len(parts.stages),
         "RANK": rank,
-        "BR": max(16, triton.next_power_of_2(max(1, rank))),
+        "BR": low_rank_width(rank),
         "WIDE": wide,
         "PRECISION": products(dtype, device),
         "AS_BYTES": dtype == E4M3,
@@ -216,7 +217,7 @@ def _kernel(
             sums = offset_rows(turn, zeros, BD, GROUP, SLOTS, WIDE_OFFSETS)
     span = None
     if RANK > 0:
-        span = low_rank_span(basis, head, channel, D, RANK, BR, WIDE)
+        span = low_rank_span(basis, head, channel, D, RANK, BR)
     base = (head // heads) * out_b + (head % heads) * out_h
     base = tl.multiple_of(base, ALIGN)
     begin = tl.program_id(0) * stretch
@@ -290,7 +291,9 @@ def _block(
             values = tl.dot(halves, turn[0]) * (largest * matrix_scale)[:, None]
 
     if RANK > 0:
-        values += low_rank_rows(low_codes, low_scales, span, row, live, RANK, BR, WIDE, PRECISION)
+        values = low_rank_added(
+            values, low_codes, low_scales, span, row, live, RANK, BR, PRECISION
+        )
 
     if PAIRS > 0:
         line = (head // heads) * rope_rows

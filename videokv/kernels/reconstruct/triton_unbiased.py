@@ -26,7 +26,9 @@ from videokv.kernels.blocks import (
     code_words,
     in_words,
     labels_block,
-    low_rank_block,
+    low_rank_added,
+    low_rank_span,
+    low_rank_width,
     odd_block,
     row_alignment,
     store_block,
@@ -95,7 +97,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope 
             GROUP=parts.group_size,
             LABEL_BITS=centres.label_bits,
             RANK=rank,
-            BR=max(16, triton.next_power_of_2(max(1, rank))),
+            BR=low_rank_width(rank),
             WIDE=wide,
             PRECISION=_precision(parts, out),
             AS_BYTES=out.dtype == E4M3,
@@ -154,6 +156,8 @@ def _kernel(
     mean_scale = tl.where(mean_scale > 0, mean_scale, 1.0)
     step_scale = tl.load(scale + head) * matrix_scale / mean_scale
     base = tl.multiple_of((head // heads) * out_b + (head % heads) * out_h, ALIGN)
+    if RANK > 0:
+        span = low_rank_span(basis, head, channel, D, RANK, BR)
     begin = tl.program_id(0) * stretch
     for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
         token = first + tl.arange(0, BT)
@@ -173,10 +177,9 @@ def _kernel(
         own = (label[:, None] == (number + 1)[None, :]).to(means.dtype)
         values = tl.dot(own, means, acc=values, input_precision=PRECISION) * mean_scale
         if RANK > 0:
-            values += low_rank_block(
-                low_codes, low_scales, basis, head, row, live, channel,
-                D, RANK, BR, WIDE, PRECISION,
-            )  # fmt: skip
+            values = low_rank_added(
+                values, low_codes, low_scales, span, row, live, RANK, BR, PRECISION
+            )
         if PAIRS > 0:
             line = (head // heads) * rope_rows
             values = turned_block(values, cos, sin, line, token, live, INTERLEAVED, PAIRS, BT, BD)
