@@ -66,7 +66,7 @@ def dequantize_block(
     row = head * tokens + token
     channel = tl.arange(0, BD)
     groups: tl.constexpr = D // GROUP
-    codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD).to(tl.float32)
+    # Codes last: their way through shared memory would make what is loaded after them wait.
     if BY_TOKEN:
         group = tl.arange(0, BD // GROUP) if WHOLE_GROUPS else channel // GROUP
         place = row[:, None] * groups + group[None, :]
@@ -94,6 +94,7 @@ def dequantize_block(
         offset = tl.load(zeros + place, mask=used, other=0).to(tl.float32)
         if ZERO == 2:
             offset = tl.where(step > 0, offset * -step, offset)
+    codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD).to(tl.float32)
     if WHOLE_GROUPS:
         codes = tl.reshape(codes, [BT, BD // GROUP, GROUP])
         step = step[:, :, None]
@@ -114,9 +115,15 @@ def dequantize_block(
 @triton.jit
 def centroids_block(ids, table, size, head, row, live, inside, channel, D: tl.constexpr):
     """The centroid of each token, float32 [rows, BD]; size: centroids of a head."""
-    label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
-    place = ((head * size + label) * D)[:, None] + channel[None, :]
-    return tl.load(table + place, mask=inside, other=0).to(tl.float32)
+    return stored_centroids(ids, table, size, head, row, live, inside, channel, D).to(tl.float32)
+
+
+@triton.jit
+def stored_centroids(ids, table, size, head, row, live, inside, channel, D: tl.constexpr):
+    """``centroids_block`` in the table's dtype."""
+    label = tl.load(ids + row, mask=live, other=0).to(tl.int32)
+    place = (label * D)[:, None] + channel[None, :]
+    return tl.load(table + head * size * D + place, mask=inside, other=0)
 
 
 def in_words(parts: Parts) -> bool:
@@ -180,10 +187,8 @@ def low_rank_width(rank: int) -> int:
 
 
 @triton.jit
-def low_rank_span(
-    basis, head, channel, D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr
-):
-    """The head's basis as an operand, float32 [BR, BD]: each column twice, BF16 is exact in TF32."""
+def low_rank_span(basis, head, channel, D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr):
+    """The head's basis as an operand, float32 [BR, BD], each column twice: exact in TF32."""
     term = tl.arange(0, BR)
     across = basis + head * D * RANK + channel[None, :] * RANK + (term % RANK)[:, None]
     inside = (term < 2 * RANK)[:, None] & (channel < D)[None, :]
@@ -191,15 +196,11 @@ def low_rank_span(
 
 
 @triton.jit
-def low_rank_added(
-    values, codes, scales, span, row, live, RANK: tl.constexpr, BR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """values float32 [rows, BD] plus codes times scale times the basis (``low_rank_span``).
+def low_rank_terms(codes, scales, row, live, RANK: tl.constexpr, BR: tl.constexpr):
+    """What multiplies ``low_rank_span``: codes times scales, float32 [rows, BR] that TF32 holds.
 
     A coefficient has at most 18 significant bits, 7 of the code and 11 of the scale: its upper 11
-    and the rest are two terms that TF32 holds exactly. So nothing is scaled after the product, and
-    the product adds to ``values``.
+    and the rest are two terms. So nothing is scaled after the product, which adds to the values.
     """
     term = tl.arange(0, BR)
     some = live[:, None] & (term < 2 * RANK)[None, :]
@@ -207,8 +208,7 @@ def low_rank_added(
     weight = tl.load(scales + row, mask=live, other=0).to(tl.float32)
     whole = small.to(tl.float32) * weight[:, None]
     upper = (whole.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    parts = tl.where((term < RANK)[None, :], upper, whole - upper)
-    return tl.dot(parts, span, acc=values, input_precision=PRECISION)
+    return tl.where((term < RANK)[None, :], upper, whole - upper)
 
 
 @triton.jit

@@ -23,15 +23,15 @@ from torch import Tensor
 from videokv.kernels.blocks import (
     ZERO_CODES,
     as_bytes,
-    centroids_block,
     dequantize_block,
-    low_rank_added,
     low_rank_span,
+    low_rank_terms,
     low_rank_width,
     reach_of,
     row_alignment,
     step_kind,
     store_block,
+    stored_centroids,
     whole_groups,
 )
 from videokv.kernels.gpu import on_device, products
@@ -40,12 +40,19 @@ from videokv.kernels.reconstruct import triton_unbiased
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
-from videokv.kernels.reconstruct.turned_codes import offset_rows, rotation_rows, turned_codes
+from videokv.kernels.reconstruct.turned_codes import (
+    offset_rows,
+    rotation_rows,
+    signs_and_sums,
+    turned_codes,
+)
 from videokv.rotation import signs
 from videokv.tensors import E4M3, walk_tensors
 
 ELEMENTS = {"plain": 8192, "stages": 4096, "rotated": 8192, "low_rank": 4096}  # of one step
 WARPS = {"plain": 4, "stages": 4, "rotated": 4, "low_rank": 4}
+# Of a thread, or as the compiler likes.
+REGISTERS: dict[str, int | None] = dict.fromkeys(WARPS)
 PROGRAMS = 1056  # eight for each of 132 multiprocessors
 LONGEST = {"plain": 1, "stages": 1, "rotated": 8, "low_rank": 8}  # steps of a program
 SPLIT = True  # a product for each place of a code in its byte
@@ -117,12 +124,16 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
     wide = dtype == torch.float32
     low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
     rank = 0 if low is None else low.codes.shape[3]
+    block = max(16, triton.next_power_of_2(size))
+    slots = _slots(parts, block, wide=wide)
     matrix = None
     if parts.rotation is not None:
-        kind = torch.float32 if wide else torch.float16
-        matrix = signs(parts.rotation, device=device, dtype=kind)
+        if slots > 1:
+            matrix = signs_and_sums(parts.rotation, group_size=parts.group_size, device=device)
+        else:
+            kind = torch.float32 if wide else torch.float16
+            matrix = signs(parts.rotation, device=device, dtype=kind)
     load = _load(parts)
-    block = max(16, triton.next_power_of_2(size))
     rows = max(16, min(128, ELEMENTS[load] // block))
     arguments = [
         parts.steps.shape[2],
@@ -155,9 +166,11 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
         "WIDE": wide,
         "PRECISION": products(dtype, device),
         "AS_BYTES": dtype == E4M3,
-        "SLOTS": _slots(parts, block, wide=wide),
-        "WIDE_OFFSETS": device.type != "cuda",  # the interpreter multiplies BF16 wrongly
+        "SLOTS": slots,
+        # The interpreter multiplies BF16 wrongly.
+        "WIDE_OFFSETS": products(torch.float32, device) == "ieee",
         "num_warps": WARPS[load],
+        "maxnreg": REGISTERS[load],
         "enable_fp_fusion": False,  # the same roundings as the reference
     }
     return _Plan(rows, LONGEST[load], arguments, options)
@@ -166,9 +179,12 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> _Plan:
 def _slots(parts: Parts, block: int, *, wide: bool) -> int:
     """How many products undo the rotation: one of each place in a byte, or a single one (1).
 
-    Several where operands are made in FP16 (``turned_codes``): steps in E4M3, offsets or none.
+    Several where operands are made in FP16 (``turned_codes``): signs, steps in E4M3, and offsets
+    in 16 bits or none.
     """
     slots = 8 // parts.bits if parts.bits in (2, 4) else 1
+    narrow = parts.zeros is not None and parts.zeros.dtype in (torch.bfloat16, torch.float16)
+    halves = narrow and parts.zero == "offset" and parts.scale is None
     fits = (
         SPLIT
         and slots > 1
@@ -176,9 +192,10 @@ def _slots(parts: Parts, block: int, *, wide: bool) -> int:
         and not wide
         and not parts.stages
         and parts.steps.dtype == E4M3
-        and (parts.zero == "none" or (parts.zero == "offset" and parts.scale is None))
+        and (parts.zero == "none" or halves)
         and whole_groups(parts, block)
         and parts.group_size % slots == 0
+        and block == parts.head_dim  # signs, exact in every dtype
         and block // slots >= 16
     )
     return slots if fits else 1
@@ -214,7 +231,7 @@ def _kernel(
     if matrix is not None:
         turn = rotation_rows(matrix, D, BD, SLOTS)
         if SLOTS > 1 and ZERO > 0:
-            sums = offset_rows(turn, zeros, BD, GROUP, SLOTS, WIDE_OFFSETS)
+            sums = offset_rows(matrix, zeros, D, BD, GROUP, WIDE_OFFSETS)
     span = None
     if RANK > 0:
         span = low_rank_span(basis, head, channel, D, RANK, BR)
@@ -261,6 +278,18 @@ def _block(
     row = head * tokens + token
     inside = live[:, None] & (channel < D)[None, :]
 
+    # Loads first, the longest way before the others: nothing below is to wait twice.
+    if STAGES > 0:
+        centre0 = stored_centroids(ids0, table0, size0, head, row, live, inside, channel, D)
+    if STAGES > 1:
+        centre1 = stored_centroids(ids1, table1, size1, head, row, live, inside, channel, D)
+    if STAGES > 2:
+        centre2 = stored_centroids(ids2, table2, size2, head, row, live, inside, channel, D)
+    if STAGES > 3:
+        centre3 = stored_centroids(ids3, table3, size3, head, row, live, inside, channel, D)
+    if RANK > 0:
+        terms = low_rank_terms(low_codes, low_scales, row, live, RANK, BR)
+
     if SLOTS > 1:
         values = turned_codes(
             packed, steps, scale, zeros, head, row, live, turn, sums, matrix_scale,
@@ -273,13 +302,13 @@ def _block(
         )  # fmt: skip
 
     if STAGES > 0:
-        values += centroids_block(ids0, table0, size0, head, row, live, inside, channel, D)
+        values += centre0.to(tl.float32)
     if STAGES > 1:
-        values += centroids_block(ids1, table1, size1, head, row, live, inside, channel, D)
+        values += centre1.to(tl.float32)
     if STAGES > 2:
-        values += centroids_block(ids2, table2, size2, head, row, live, inside, channel, D)
+        values += centre2.to(tl.float32)
     if STAGES > 3:
-        values += centroids_block(ids3, table3, size3, head, row, live, inside, channel, D)
+        values += centre3.to(tl.float32)
 
     if turn is not None and SLOTS == 1:
         if WIDE:
@@ -291,9 +320,7 @@ def _block(
             values = tl.dot(halves, turn[0]) * (largest * matrix_scale)[:, None]
 
     if RANK > 0:
-        values = low_rank_added(
-            values, low_codes, low_scales, span, row, live, RANK, BR, PRECISION
-        )
+        values = tl.dot(terms, span, acc=values, input_precision=PRECISION)
 
     if PAIRS > 0:
         line = (head // heads) * rope_rows

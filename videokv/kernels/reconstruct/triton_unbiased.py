@@ -26,8 +26,8 @@ from videokv.kernels.blocks import (
     code_words,
     in_words,
     labels_block,
-    low_rank_added,
     low_rank_span,
+    low_rank_terms,
     low_rank_width,
     odd_block,
     row_alignment,
@@ -46,6 +46,7 @@ from videokv.tensors import E4M3
 BLOCK_ELEMENTS = 8192  # of one step of a program: 64 tokens of 128 channels
 PROGRAMS = 1056  # eight for each of 132 multiprocessors; more would only fetch the matrix again
 LONGEST = 8  # blocks of a stretch
+REGISTERS: int | None = None  # of a thread, or as the compiler likes
 STAGES = 3  # of packed codes on their way
 WARPS = 4  # of a block of 64 tokens: one warp group, whose registers are the operands
 SPLIT_BITS = (2, 3, 4)  # codes of one step a token that are turned without unpacking rows
@@ -107,6 +108,7 @@ def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope 
             SLOTS=slots,
             num_warps=WARPS,
             num_stages=STAGES,
+            maxnreg=REGISTERS,
             enable_fp_fusion=True,
         )
 
@@ -164,6 +166,8 @@ def _kernel(
         live = token < tokens
         row = head * tokens + token
         label = labels_block(ids, head, token, live, tokens, LABEL_BITS)
+        if RANK > 0:
+            terms = low_rank_terms(low_codes, low_scales, row, live, RANK, BR)
         if SLOTS > 1:
             step = exp2_codes(tl.load(steps + row, mask=live, other=255))
             values = turned_odd_codes(
@@ -177,9 +181,7 @@ def _kernel(
         own = (label[:, None] == (number + 1)[None, :]).to(means.dtype)
         values = tl.dot(own, means, acc=values, input_precision=PRECISION) * mean_scale
         if RANK > 0:
-            values = low_rank_added(
-                values, low_codes, low_scales, span, row, live, RANK, BR, PRECISION
-            )
+            values = tl.dot(terms, span, acc=values, input_precision=PRECISION)
         if PAIRS > 0:
             line = (head // heads) * rope_rows
             values = turned_block(values, cos, sin, line, token, live, INTERLEAVED, PAIRS, BT, BD)

@@ -8,10 +8,15 @@ would take a pass through shared memory.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from videokv.kernels.numbers import e4m3_halves
+from videokv.rotation import Rotation, signs
 
 
 @triton.jit
@@ -28,23 +33,30 @@ def rotation_rows(matrix, D: tl.constexpr, BD: tl.constexpr, SLOTS: tl.constexpr
     return rows
 
 
+@functools.lru_cache(maxsize=64)
+def signs_and_sums(rotation: Rotation, *, group_size: int, device: torch.device) -> Tensor:
+    """The signs [D, D] in FP16 and, below, their sums over each group of rows [D / group, D].
+
+    The sums are what an offset of 1 in a group is turned into; of at most 256 signs, so exact.
+    """
+    matrix = signs(rotation, device=device, dtype=torch.float16)
+    sums = matrix.float().unflatten(0, (-1, group_size)).sum(1)
+    return torch.cat([matrix, sums.half()])
+
+
 @triton.jit
 def offset_rows(
-    turn, zeros, BD: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr
+    matrix, zeros, D: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr
 ):
-    """What a group's offset of 1 is turned into: sums of the matrix's rows [16 or more, BD].
+    """The sums of ``signs_and_sums`` [16 or more, BD] in the dtype of ``zeros``.
 
-    turn: of ``rotation_rows``. Sums of at most 256 signs are exact, in the offsets' 16 bits too.
     WIDE: float32 instead, where BF16 cannot be multiplied.
     """
-    count: tl.constexpr = 16 if BD // GROUP < 16 else BD // GROUP
-    group = tl.arange(0, count)
-    of_byte = tl.arange(0, BD // SLOTS) // (GROUP // SLOTS)
-    own = (group[:, None] == of_byte[None, :]).to(turn[0].dtype)
-    sums = tl.dot(own, turn[0])
-    for slot in tl.static_range(1, SLOTS):
-        sums = tl.dot(own, turn[slot], acc=sums)
-    return sums if WIDE else sums.to(zeros.dtype.element_ty)
+    group = tl.arange(0, 16 if BD // GROUP < 16 else BD // GROUP)
+    column = tl.arange(0, BD)
+    place = matrix + D * D + group[:, None] * D + column[None, :]
+    inside = (group < D // GROUP)[:, None] & (column < D)[None, :]
+    return tl.load(place, mask=inside, other=0).to(tl.float32 if WIDE else zeros.dtype.element_ty)
 
 
 @triton.jit
@@ -115,11 +127,8 @@ def turned_odd_codes(
         bits = tl.load(place, mask=inside, other=0).to(tl.int32)
         top: tl.constexpr = 8
     for slot in tl.static_range(SLOTS):
-        if slot < SLOTS - 1:
-            code = bits >> (top - BITS - BITS * slot - 1)
-        else:
-            code = bits << 1
-        code = (code & ((2 << BITS) - 2)) | 0x6400  # doubled
+        # Doubled: shifted by one bit less.
+        code = ((bits << 1) >> (top - BITS - BITS * slot)) & ((2 << BITS) - 2) | 0x6400
         code = code.to(tl.int16).to(tl.float16, bitcast=True) - (1023.0 + (1 << BITS))
         if slot == 0:
             values = tl.dot(code.to(turn[0].dtype), turn[0], input_precision=PRECISION)
