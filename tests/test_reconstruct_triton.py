@@ -39,6 +39,9 @@ FORMATS = {
         64,
     ),
     "rotated": (Rotated(Groupwise(GroupFormat(2, 32))), 64),
+    "rotated3": (Rotated(Groupwise(GroupFormat(3, 32))), 64),
+    "rotated4": (Rotated(Groupwise(GroupFormat(4, 32))), 64),
+    "rotated-ternary": (Rotated(Groupwise(GroupFormat(2, 64, symmetric=True))), 128),
     "rotated-odd": (Rotated(Groupwise(GroupFormat(2, 16))), 80),
     "centroids": (CentroidResidual(clustering=CLUSTERING), 64),
     "centroids4": (CentroidResidual(group_size=16, stages=4, clustering=CLUSTERING), 80),
@@ -93,6 +96,28 @@ def test_kernel_equals_the_chunks_own_decode(name):
     want = body(chunk, torch.float32)
     assert off(run_kernel(chunk, torch.float32), want) < TOLERANCE[torch.float32]
     assert off(run_kernel(chunk, torch.float16), want) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("name", ["rotated", "rotated-ternary", "quantwm", "psac-rotated"])
+def test_programs_of_several_blocks(name, monkeypatch):
+    monkeypatch.setattr(kernel, "PROGRAMS", 1)
+    monkeypatch.setattr(kernel, "ELEMENTS", dict.fromkeys(kernel.ELEMENTS, 1024))
+    chunk = encoded(name, tokens=150)
+    assert off(run_kernel(chunk, F16), body(chunk, torch.float32)) < TOLERANCE[F16]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("power", [-60, 20])
+def test_rotated_offsets_of_any_size(split, power, monkeypatch):
+    """Beyond FP16, in which the operands are: offsets have a product of their own."""
+    monkeypatch.setattr(kernel, "SPLIT", split)
+    chunk = encoded("rotated")
+    inner = dataclasses.replace(chunk.inner, zeros=chunk.inner.zeros * 2.0**power)
+    if power < 0:
+        inner = dataclasses.replace(inner, steps=torch.zeros_like(inner.steps))
+    chunk = dataclasses.replace(chunk, inner=inner)
+    got = run_kernel(chunk, torch.bfloat16)
+    assert off(got.float(), body(chunk, torch.float32)) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", ["rtn2", "rtn4-integer", "kivi-keys", "centroids4", "two-level"])

@@ -66,7 +66,7 @@ def dequantize_block(
     row = head * tokens + token
     channel = tl.arange(0, BD)
     groups: tl.constexpr = D // GROUP
-    codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD).to(tl.float32)
+    # Codes last: their way through shared memory would make what is loaded after them wait.
     if BY_TOKEN:
         group = tl.arange(0, BD // GROUP) if WHOLE_GROUPS else channel // GROUP
         place = row[:, None] * groups + group[None, :]
@@ -94,6 +94,7 @@ def dequantize_block(
         offset = tl.load(zeros + place, mask=used, other=0).to(tl.float32)
         if ZERO == 2:
             offset = tl.where(step > 0, offset * -step, offset)
+    codes = unpack_rows(packed, row, live, ROW_BYTES, BITS, BD).to(tl.float32)
     if WHOLE_GROUPS:
         codes = tl.reshape(codes, [BT, BD // GROUP, GROUP])
         step = step[:, :, None]
@@ -114,9 +115,15 @@ def dequantize_block(
 @triton.jit
 def centroids_block(ids, table, size, head, row, live, inside, channel, D: tl.constexpr):
     """The centroid of each token, float32 [rows, BD]; size: centroids of a head."""
-    label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
-    place = ((head * size + label) * D)[:, None] + channel[None, :]
-    return tl.load(table + place, mask=inside, other=0).to(tl.float32)
+    return stored_centroids(ids, table, size, head, row, live, inside, channel, D).to(tl.float32)
+
+
+@triton.jit
+def stored_centroids(ids, table, size, head, row, live, inside, channel, D: tl.constexpr):
+    """``centroids_block`` in the table's dtype."""
+    label = tl.load(ids + row, mask=live, other=0).to(tl.int32)
+    place = (label * D)[:, None] + channel[None, :]
+    return tl.load(table + head * size * D + place, mask=inside, other=0)
 
 
 def in_words(parts: Parts) -> bool:
@@ -174,44 +181,34 @@ def centres_block(
     return tl.load(table + place, mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit
-def low_rank_block(
-    codes, scales, basis, head, row, live, channel,
-    D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The repair of each token, float32 [rows, BD]: codes times scale times the basis."""
-    span = low_rank_span(basis, head, channel, D, RANK, BR, WIDE)
-    return low_rank_rows(codes, scales, span, row, live, RANK, BR, WIDE, PRECISION)
+def low_rank_width(rank: int) -> int:
+    """Terms of the repair's product: each coefficient in two parts, padded."""
+    return max(16, triton.next_power_of_2(2 * rank))
 
 
 @triton.jit
-def low_rank_span(
-    basis, head, channel, D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr
-):
-    """The head's basis as an operand [BR, BD]."""
-    rank = tl.arange(0, BR)
-    across = basis + head * D * RANK + channel[None, :] * RANK + rank[:, None]
-    span = tl.load(across, mask=(rank < RANK)[:, None] & (channel < D)[None, :], other=0)
-    span = span.to(tl.float32)
-    return span if WIDE else span.to(tl.float16)
+def low_rank_span(basis, head, channel, D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr):
+    """The head's basis as an operand, float32 [BR, BD], each column twice: exact in TF32."""
+    term = tl.arange(0, BR)
+    across = basis + head * D * RANK + channel[None, :] * RANK + (term % RANK)[:, None]
+    inside = (term < 2 * RANK)[:, None] & (channel < D)[None, :]
+    return tl.load(across, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
-def low_rank_rows(
-    codes, scales, span, row, live, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """See ``low_rank_block``; span: of ``low_rank_span``."""
-    rank = tl.arange(0, BR)
-    some = live[:, None] & (rank < RANK)[None, :]
-    small = tl.load(codes + row[:, None] * RANK + rank[None, :], mask=some, other=0)
+def low_rank_terms(codes, scales, row, live, RANK: tl.constexpr, BR: tl.constexpr):
+    """What multiplies ``low_rank_span``: codes times scales, float32 [rows, BR] that TF32 holds.
+
+    A coefficient has at most 18 significant bits, 7 of the code and 11 of the scale: its upper 11
+    and the rest are two terms. So nothing is scaled after the product, which adds to the values.
+    """
+    term = tl.arange(0, BR)
+    some = live[:, None] & (term < 2 * RANK)[None, :]
+    small = tl.load(codes + row[:, None] * RANK + (term % RANK)[None, :], mask=some, other=0)
     weight = tl.load(scales + row, mask=live, other=0).to(tl.float32)
-    if WIDE:
-        added = tl.dot(small.to(tl.float32), span, input_precision=PRECISION)
-    else:
-        added = tl.dot(small.to(tl.float16), span)
-    return added * weight[:, None]
+    whole = small.to(tl.float32) * weight[:, None]
+    upper = (whole.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return tl.where((term < RANK)[None, :], upper, whole - upper)
 
 
 @triton.jit

@@ -22,14 +22,15 @@ from torch import Tensor
 from videokv.kernels.blocks import (
     ZERO_CODES,
     as_bytes,
-    centroids_block,
     dequantize_block,
-    low_rank_rows,
     low_rank_span,
+    low_rank_terms,
+    low_rank_width,
     reach_of,
     row_alignment,
     step_kind,
     store_block,
+    stored_centroids,
     whole_groups,
 )
 from videokv.kernels.gpu import on_device, products
@@ -46,13 +47,22 @@ from videokv.kernels.reconstruct.plan import (
 )
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
+from videokv.kernels.reconstruct.turned_codes import (
+    offset_rows,
+    rotation_rows,
+    signs_and_sums,
+    turned_codes,
+)
 from videokv.rotation import signs
 from videokv.tensors import E4M3, walk_tensors
 
 ELEMENTS = {"plain": 8192, "stages": 4096, "rotated": 8192, "low_rank": 4096}  # of one step
 WARPS = {"plain": 4, "stages": 4, "rotated": 4, "low_rank": 4}
+# Of a thread, or as the compiler likes.
+REGISTERS: dict[str, int | None] = dict.fromkeys(WARPS)
 PROGRAMS = 1056  # eight for each of 132 multiprocessors
 LONGEST = {"plain": 1, "stages": 1, "rotated": 8, "low_rank": 8}  # steps of a program
+SPLIT = True  # a product for each place of a code in its byte
 _COUNTS = ["heads", "tokens", "stretch", "time_groups", "out_b", "out_h"]
 _COUNTS += ["size0", "size1", "size2", "size3", "rope_rows"]
 _NARROW = frozenset({3, 5, 8, 11, 14, 18})  # of ``Plan.stored``: scales and labels of tokens
@@ -130,12 +140,16 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     wide = dtype == torch.float32
     low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
     rank = 0 if low is None else low.codes.shape[3]
+    block = max(16, triton.next_power_of_2(size))
+    slots = _slots(parts, block, wide=wide)
     matrix = None
     if parts.rotation is not None:
-        kind = torch.float32 if wide else torch.float16
-        matrix = signs(parts.rotation, device=device, dtype=kind)
+        if slots > 1:
+            matrix = signs_and_sums(parts.rotation, group_size=parts.group_size, device=device)
+        else:
+            kind = torch.float32 if wide else torch.float16
+            matrix = signs(parts.rotation, device=device, dtype=kind)
     load = _load(parts)
-    block = max(16, triton.next_power_of_2(size))
     rows = max(16, min(128, ELEMENTS[load] // block))
     stored = [
         parts.steps.shape[2],
@@ -163,16 +177,45 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
         "STEP_KIND": step_kind(parts),
         "STAGES": len(parts.stages),
         "RANK": rank,
-        "BR": max(16, triton.next_power_of_2(max(1, rank))),
+        "BR": low_rank_width(rank),
         "WIDE": wide,
         "PRECISION": products(dtype, device),
         "AS_BYTES": dtype == E4M3,
+        "SLOTS": slots,
+        # The interpreter multiplies BF16 wrongly.
+        "WIDE_OFFSETS": products(torch.float32, device) == "ieee",
         "num_warps": WARPS[load],
+        "maxnreg": REGISTERS[load],
         "enable_fp_fusion": False,  # the same roundings as the reference
     }
     kinds = {"STEPS": parts.steps, "SCALE": parts.scale, "ZEROS": parts.zeros, "MATRIX": matrix}
     scale, types = 1.0 / math.sqrt(size), types_of(kinds)
     return Plan(rows, LONGEST[load], stored, scale, options, launch_many, types, _NARROW)
+
+
+def _slots(parts: Parts, block: int, *, wide: bool) -> int:
+    """How many products undo the rotation: one of each place in a byte, or a single one (1).
+
+    Several where operands are made in FP16 (``turned_codes``): signs, steps in E4M3, and offsets
+    in 16 bits or none.
+    """
+    slots = 8 // parts.bits if parts.bits in (2, 4) else 1
+    narrow = parts.zeros is not None and parts.zeros.dtype in (torch.bfloat16, torch.float16)
+    halves = narrow and parts.zero == "offset" and parts.scale is None
+    fits = (
+        SPLIT
+        and slots > 1
+        and parts.rotation is not None
+        and not wide
+        and not parts.stages
+        and parts.steps.dtype == E4M3
+        and (parts.zero == "none" or halves)
+        and whole_groups(parts, block)
+        and parts.group_size % slots == 0
+        and block == parts.head_dim  # signs, exact in every dtype
+        and block // slots >= 16
+    )
+    return slots if fits else 1
 
 
 def _load(parts: Parts) -> str:
@@ -195,17 +238,20 @@ def _program(
     WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr, ALIGN: tl.constexpr, LOOP: tl.constexpr,
+    PAIRS: tl.constexpr, SLOTS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, ALIGN: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BD)
     turn = None
+    sums = None
     if matrix is not None:
-        square = matrix + channel[:, None] * D + channel[None, :]
-        turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0)
+        turn = rotation_rows(matrix, D, BD, SLOTS)
+        if SLOTS > 1 and ZERO > 0:
+            sums = offset_rows(matrix, zeros, D, BD, GROUP, WIDE_OFFSETS)
     span = None
     if RANK > 0:
-        span = low_rank_span(basis, head, channel, D, RANK, BR, WIDE)
+        span = low_rank_span(basis, head, channel, D, RANK, BR)
     base = (head // heads) * out_b + (head % heads) * out_h
     base = tl.multiple_of(base, ALIGN)
     begin = tl.program_id(0) * stretch
@@ -215,17 +261,18 @@ def _program(
                 out, out_t, out_d, base, heads, head, start, tokens, factor, cos, sin,
                 rope_rows, time_groups, packed, steps, scale, zeros, ids0, table0, size0, ids1,
                 table1, size1, ids2, table2, size2, ids3, table3, size3, low_codes, low_scales,
-                span, turn, matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN,
+                span, turn, sums, matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN,
                 WHOLE_GROUPS, ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION, AS_BYTES,
-                INTERLEAVED, PAIRS,
+                INTERLEAVED, PAIRS, SLOTS,
             )  # fmt: skip
     else:  # a loop of one step would take more registers
         _block(
             out, out_t, out_d, base, heads, head, begin, tokens, factor, cos, sin, rope_rows,
             time_groups, packed, steps, scale, zeros, ids0, table0, size0, ids1, table1, size1,
             ids2, table2, size2, ids3, table3, size3, low_codes, low_scales, span, turn,
-            matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS,
+            sums, matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS,
             ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS,
+            SLOTS,
         )  # fmt: skip
 
 
@@ -234,13 +281,13 @@ def _block(
     out, out_t, out_d, base, heads, head, start, tokens, factor, cos, sin, rope_rows,
     time_groups, packed, steps, scale, zeros,
     ids0, table0, size0, ids1, table1, size1, ids2, table2, size2, ids3, table3, size3,
-    low_codes, low_scales, span, turn, matrix_scale,
+    low_codes, low_scales, span, turn, sums, matrix_scale,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr, REACH: tl.constexpr,
     ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, BD)
     token = start + tl.arange(0, BT)
@@ -248,31 +295,49 @@ def _block(
     row = head * tokens + token
     inside = live[:, None] & (channel < D)[None, :]
 
-    values = dequantize_block(
-        packed, steps, scale, zeros, head, token, live, tokens, time_groups,
-        D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND,
-    )  # fmt: skip
+    # Loads first, the longest way before the others: nothing below is to wait twice.
+    if STAGES > 0:
+        centre0 = stored_centroids(ids0, table0, size0, head, row, live, inside, channel, D)
+    if STAGES > 1:
+        centre1 = stored_centroids(ids1, table1, size1, head, row, live, inside, channel, D)
+    if STAGES > 2:
+        centre2 = stored_centroids(ids2, table2, size2, head, row, live, inside, channel, D)
+    if STAGES > 3:
+        centre3 = stored_centroids(ids3, table3, size3, head, row, live, inside, channel, D)
+    if RANK > 0:
+        terms = low_rank_terms(low_codes, low_scales, row, live, RANK, BR)
+
+    if SLOTS > 1:
+        values = turned_codes(
+            packed, steps, scale, zeros, head, row, live, turn, sums, matrix_scale,
+            D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, ZERO, SLOTS, PRECISION,
+        )  # fmt: skip
+    else:
+        values = dequantize_block(
+            packed, steps, scale, zeros, head, token, live, tokens, time_groups,
+            D, BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND,
+        )  # fmt: skip
 
     if STAGES > 0:
-        values += centroids_block(ids0, table0, size0, head, row, live, inside, channel, D)
+        values += centre0.to(tl.float32)
     if STAGES > 1:
-        values += centroids_block(ids1, table1, size1, head, row, live, inside, channel, D)
+        values += centre1.to(tl.float32)
     if STAGES > 2:
-        values += centroids_block(ids2, table2, size2, head, row, live, inside, channel, D)
+        values += centre2.to(tl.float32)
     if STAGES > 3:
-        values += centroids_block(ids3, table3, size3, head, row, live, inside, channel, D)
+        values += centre3.to(tl.float32)
 
-    if turn is not None:
+    if turn is not None and SLOTS == 1:
         if WIDE:
-            values = tl.dot(values, turn, input_precision=PRECISION) * matrix_scale
+            values = tl.dot(values, turn[0], input_precision=PRECISION) * matrix_scale
         else:
             largest = tl.max(tl.abs(values), 1)
             inverse = 1.0 / tl.where(largest > 0, largest, 1.0)
             halves = (values * inverse[:, None]).to(tl.float16)
-            values = tl.dot(halves, turn) * (largest * matrix_scale)[:, None]
+            values = tl.dot(halves, turn[0]) * (largest * matrix_scale)[:, None]
 
     if RANK > 0:
-        values += low_rank_rows(low_codes, low_scales, span, row, live, RANK, BR, WIDE, PRECISION)
+        values = tl.dot(terms, span, acc=values, input_precision=PRECISION)
 
     if PAIRS > 0:
         line = (head // heads) * rope_rows
@@ -295,7 +360,8 @@ def _kernel(
     WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr, ALIGN: tl.constexpr, LOOP: tl.constexpr,
+    PAIRS: tl.constexpr, SLOTS: tl.constexpr, WIDE_OFFSETS: tl.constexpr, ALIGN: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """One chunk."""
     _program(
@@ -303,7 +369,7 @@ def _kernel(
         time_groups, packed, steps, scale, zeros, ids0, table0, size0, ids1, table1, size1, ids2,
         table2, size2, ids3, table3, size3, low_codes, low_scales, basis, matrix, matrix_scale, D,
         BD, BT, BITS, REACH, ROW_BYTES, GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND, STAGES,
-        RANK, BR, WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS, ALIGN, LOOP,
+        RANK, BR, WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS, SLOTS, WIDE_OFFSETS, ALIGN, LOOP,
     )  # fmt: skip
 
 
@@ -316,7 +382,8 @@ def _many(
     ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr, ZERO: tl.constexpr, STEP_KIND: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, ALIGN: tl.constexpr, LOOP: tl.constexpr,
+    PRECISION: tl.constexpr, AS_BYTES: tl.constexpr, SLOTS: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr, ALIGN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """A chunk a program_id(2): a row of ``jobs`` holds its numbers and addresses (``plan.Job``)."""
     job = jobs + tl.program_id(2) * JOB
@@ -337,7 +404,7 @@ def _many(
             pointer(job, 21, tl.float16, False), pointer(job, 22, tl.bfloat16, ALIGNED),
             pointer(job, 23, MATRIX, ALIGNED), matrix_scale, D, BD, BT, BITS, REACH, ROW_BYTES,
             GROUP, BY_TOKEN, WHOLE_GROUPS, ZERO, STEP_KIND, STAGES, RANK, BR, WIDE, PRECISION,
-            AS_BYTES, False, 0, ALIGN, LOOP,
+            AS_BYTES, False, 0, SLOTS, WIDE_OFFSETS, ALIGN, LOOP,
         )  # fmt: skip
 
 

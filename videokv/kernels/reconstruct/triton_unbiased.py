@@ -26,7 +26,9 @@ from videokv.kernels.blocks import (
     code_words,
     in_words,
     labels_block,
-    low_rank_block,
+    low_rank_span,
+    low_rank_terms,
+    low_rank_width,
     odd_block,
     row_alignment,
     store_block,
@@ -45,13 +47,17 @@ from videokv.kernels.reconstruct.plan import (
 )
 from videokv.kernels.reconstruct.rope import Rope
 from videokv.kernels.reconstruct.rope_block import rope_arguments, turned_block
+from videokv.kernels.reconstruct.turned_codes import rotation_rows, turned_odd_codes
 from videokv.rotation import signs
 from videokv.tensors import E4M3
 
 BLOCK_ELEMENTS = 8192  # of one step of a program: 64 tokens of 128 channels
 PROGRAMS = 1056  # eight for each of 132 multiprocessors; more would only fetch the matrix again
 LONGEST = 8  # blocks of a stretch
-WARPS = 8  # 16 of them fit a multiprocessor; of 4, with twice the registers, 8
+REGISTERS: int | None = None  # of a thread, or as the compiler likes
+STAGES = 3  # of packed codes on their way
+WARPS = 4  # of a block of 64 tokens: one warp group, whose registers are the operands
+SPLIT_BITS = (2, 3, 4)  # codes of one step a token that are turned without unpacking rows
 CENTRES = 16  # rows of the padded table
 _COUNTS = ["out_b", "out_h", "heads", "tokens", "stretch", "centres", "rope_rows"]
 _NARROW = frozenset({2, 3, 5, 8})  # of ``Plan.stored``: scales and labels of tokens
@@ -98,7 +104,8 @@ def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     matrix = signs(rotation, device=device, dtype=torch.float32 if wide else torch.float16)
     low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
     rank = 0 if low is None else low.codes.shape[3]
-    packed = code_words(parts)
+    slots = _slots(parts, block)
+    packed = code_words(parts) if slots == 1 else parts.codes.contiguous()
     stored: list[Tensor | int | None] = [
         packed,
         parts.steps.contiguous(),
@@ -123,12 +130,14 @@ def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
         "GROUP": parts.group_size,
         "LABEL_BITS": centres.label_bits,
         "RANK": rank,
-        "BR": max(16, triton.next_power_of_2(max(1, rank))),
+        "BR": low_rank_width(rank),
         "WIDE": wide,
         "PRECISION": _precision(parts, dtype, device),
         "AS_BYTES": dtype == E4M3,
+        "SLOTS": slots,
         "num_warps": WARPS,
-        "num_stages": 2,
+        "num_stages": STAGES,
+        "maxnreg": REGISTERS,
         "enable_fp_fusion": True,
     }
     scale = 0.5 / math.sqrt(size)  # codes are doubled
@@ -141,6 +150,13 @@ def _precision(parts: Parts, dtype: torch.dtype, device: torch.device) -> str:
     found = products(dtype, device)
     exact = parts.head_dim & (parts.head_dim - 1) == 0 and parts.group_size == parts.head_dim
     return "tf32" if found == "tf32x3" and exact else found
+
+
+def _slots(parts: Parts, block: int) -> int:
+    """How many products undo the rotation: one of each place in a byte (or three), or one."""
+    slots = {2: 4, 3: 8, 4: 2}.get(parts.bits, 1)
+    whole = parts.group_size == parts.head_dim and block // slots >= 16
+    return slots if whole and parts.bits in SPLIT_BITS else 1
 
 
 def _stretch(blocks: int, heads: int) -> int:
@@ -157,12 +173,12 @@ def _program(
     WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
     RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, ALIGN: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BD)
     used = channel < D
-    square = matrix + channel[:, None] * D + channel[None, :]
-    turn = tl.load(square, mask=used[:, None] & used[None, :], other=0)
+    turn = rotation_rows(matrix, D, BD, SLOTS)
     number = tl.arange(0, BC)
     place = table + (head * centres + number)[:, None] * D + channel[None, :]
     stored = tl.load(place, mask=(number < centres)[:, None] & used[None, :], other=0)
@@ -170,24 +186,34 @@ def _program(
     if WIDE:
         means = means.to(tl.float32)
     mean_scale = tl.load(table_scale + head)
-    step_scale = tl.load(scale + head) * matrix_scale
+    # Centroids are added to the rotation's sums, which are in their unit until the end.
+    mean_scale = tl.where(mean_scale > 0, mean_scale, 1.0)
+    step_scale = tl.load(scale + head) * matrix_scale / mean_scale
     base = tl.multiple_of((head // heads) * out_b + (head % heads) * out_h, ALIGN)
+    if RANK > 0:
+        span = low_rank_span(basis, head, channel, D, RANK, BR)
     begin = tl.program_id(0) * stretch
     for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
         token = first + tl.arange(0, BT)
         live = token < tokens
         row = head * tokens + token
-        codes = odd_block(packed, row, live, ROW_BYTES, BITS, BD, WORDS)
-        values, step = _operands(codes, steps, row, live, D, BD, GROUP, WIDE)
-        values = tl.dot(values, turn, input_precision=PRECISION) * (step * step_scale)[:, None]
         label = labels_block(ids, head, token, live, tokens, LABEL_BITS)
-        own = (label[:, None] == (number + 1)[None, :]).to(means.dtype)
-        values += tl.dot(own, means, input_precision=PRECISION) * mean_scale
         if RANK > 0:
-            values += low_rank_block(
-                low_codes, low_scales, basis, head, row, live, channel,
-                D, RANK, BR, WIDE, PRECISION,
-            )  # fmt: skip
+            terms = low_rank_terms(low_codes, low_scales, row, live, RANK, BR)
+        if SLOTS > 1:
+            step = exp2_codes(tl.load(steps + row, mask=live, other=255))
+            values = turned_odd_codes(
+                packed, row, live, turn, BD, BITS, ROW_BYTES, SLOTS, PRECISION
+            )
+        else:
+            codes = odd_block(packed, row, live, ROW_BYTES, BITS, BD, WORDS)
+            values, step = _operands(codes, steps, row, live, D, BD, GROUP, WIDE)
+            values = tl.dot(values, turn[0], input_precision=PRECISION)
+        values = values * (step * step_scale)[:, None]
+        own = (label[:, None] == (number + 1)[None, :]).to(means.dtype)
+        values = tl.dot(own, means, acc=values, input_precision=PRECISION) * mean_scale
+        if RANK > 0:
+            values = tl.dot(terms, span, acc=values, input_precision=PRECISION)
         if PAIRS > 0:
             line = (head // heads) * rope_rows
             values = turned_block(values, cos, sin, line, token, live, INTERLEAVED, PAIRS, BT, BD)
@@ -206,13 +232,14 @@ def _kernel(
     WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
     RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     AS_BYTES: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, ALIGN: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One chunk."""
     _program(
         out, out_b, out_h, out_t, out_d, heads, tokens, stretch, factor, cos, sin, rope_rows,
         packed, steps, scale, ids, table, table_scale, centres, low_codes, low_scales, basis,
         matrix, matrix_scale, D, BD, BT, BC, BITS, WORDS, ROW_BYTES, GROUP, LABEL_BITS, RANK, BR,
-        WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS, ALIGN,
+        WIDE, PRECISION, AS_BYTES, INTERLEAVED, PAIRS, ALIGN, SLOTS,
     )  # fmt: skip
 
 
@@ -224,7 +251,7 @@ def _many(
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BITS: tl.constexpr,
     WORDS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, LABEL_BITS: tl.constexpr,
     RANK: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    AS_BYTES: tl.constexpr, ALIGN: tl.constexpr,
+    AS_BYTES: tl.constexpr, ALIGN: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """A chunk a program_id(2): a row of ``jobs`` holds its numbers and addresses (``plan.Job``)."""
     job = jobs + tl.program_id(2) * JOB
@@ -240,6 +267,7 @@ def _many(
             pointer(job, 11, tl.float16, False), pointer(job, 12, tl.bfloat16, ALIGNED),
             pointer(job, 13, MATRIX, ALIGNED), matrix_scale, D, BD, BT, BC, BITS, WORDS,
             ROW_BYTES, GROUP, LABEL_BITS, RANK, BR, WIDE, PRECISION, AS_BYTES, False, 0, ALIGN,
+            SLOTS,
         )  # fmt: skip
 
 
