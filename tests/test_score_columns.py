@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from videokv.kernels.score_columns import PROJECTED, reference
+from videokv.kernels.score_columns import reference, stacked_bases
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation
 
@@ -42,10 +42,9 @@ def maps(kind, size):
 def test_queries(kind, size, dtype):
     query = draw(2, 4, 70, size, seed=9).to(dtype)[:, :, :67]
     used = maps(kind, size)
-    if DEVICE == "cuda" and any(m.basis is not None for m in used):
-        pytest.skip(PROJECTED)
     width = size + sum(size // m.group_size for m in used) + 3
-    got = kernel.widen_query(query, used, scale=0.11, width=width)
+    bases = stacked_bases(used, batch=2, heads=2)
+    got = kernel.widen_query(query, used, scale=0.11, width=width, bases=bases)
     want = reference.widen_query(query.double(), used, scale=0.11, width=width)
     assert got.dtype == dtype and got.shape == (2, 4, 67, width)
     assert torch.equal(got[..., :size], query) and not got[..., -3:].any()
