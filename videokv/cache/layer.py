@@ -362,6 +362,7 @@ class LayerCache:
                     dtype = self.state.layout.dtype
                     keys, values = (decoded(side, dtype) for side in (keys, values))
             if skipped:
+                assert isinstance(keys, Tensor) and isinstance(values, Tensor)
                 keys, values = keys[:, :, skipped:], values[:, :, skipped:]
             yield keys, values, noise
 

@@ -174,16 +174,16 @@ def _place(
     batch, head = line // heads, line % heads
     tile = tl.program_id(0)
     old = tile < known
-    entry = tiles + tile * 4
+    entry = tiles + tl.minimum(tile, known - 1) * 4
     later = past + (tile - known) * BT  # rows behind the history: zeros
-    first = tl.where(old, tl.load(entry, mask=old, other=0), later).to(tl.int64)
-    count = tl.where(old, tl.load(entry + 1, mask=old, other=0), tokens - later)
-    source = tl.load(entry + 2, mask=old, other=0).to(tl.int64)
-    part = tl.load(entry + 3, mask=old, other=0)
+    first = tl.where(old, tl.load(entry), later).to(tl.int64)
+    count = tl.where(old, tl.load(entry + 1), tokens - later)
+    source = tl.load(entry + 2).to(tl.int64)
     token = tl.arange(0, BT)
     column = tl.arange(0, BF)
     live = token < count
-    origin = tl.load(origins + part * columns + column, mask=old & (column < columns), other=-1)
+    origin = tl.load(origins + tl.load(entry + 3) * columns + column, column < columns, other=-1)
+    origin = tl.where(old, origin, -1)
     held = weights + batch * w_b + head * w_h + (source + token)[:, None] * w_t + origin[None, :]
     values = tl.load(held, mask=live[:, None] & (origin >= 0)[None, :], other=0.0)
     target = out + batch * o_b + head * o_h + (first + token)[:, None] * o_t + column[None, :]
