@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from videokv.attention.adjacent import consecutive, joined
+from videokv.attention.adjacent import as_one, joined
 from videokv.kernels.score_columns import (
     HistoryCall,
     KeyBlock,
@@ -151,8 +151,8 @@ def spare_columns(segments: Sequence[Segment], columns: int, *, dtype: torch.dty
     keys = [s.keys for s in segments]
     head_dim = keys[0].shape[3]
     fits = keys[0].dtype == dtype and all(s.spare >= columns for s in segments)
-    if fits and consecutive(keys):
-        rows = joined(keys)
+    rows = as_one(keys) if fits else None
+    if rows is not None:
         shape = (*rows.shape[:3], columns)
         return rows.as_strided(shape, rows.stride(), rows.storage_offset() + head_dim)
     tokens = sum(k.shape[2] for k in keys)
@@ -163,8 +163,8 @@ def _widened(segments: Sequence[Segment], width: int) -> Tensor:
     """All keys ``[B, Hkv, T, width]``, nothing after them yet: in place where there is room."""
     keys = [s.keys for s in segments]
     head_dim = keys[0].shape[3]
-    if all(s.spare >= width - head_dim for s in segments) and consecutive(keys):
-        rows = joined(keys)
+    rows = as_one(keys) if all(s.spare >= width - head_dim for s in segments) else None
+    if rows is not None:
         return rows.as_strided((*rows.shape[:3], width), rows.stride(), rows.storage_offset())
     tokens = sum(k.shape[2] for k in keys)
     wide = keys[0].new_empty(*keys[0].shape[:2], tokens, width)
