@@ -90,6 +90,8 @@ def widen_query(
     columns = sum(head_dim // m.group_size for m in maps)
     if head_dim + columns > width:
         raise ValueError(f"width must hold {head_dim} channels and {columns} columns, got {width}")
+    if not maps:
+        return reference.widen_query(query, (), scale=scale, width=width)
     refusal = _maps_refusal(query, maps)
     if refusal is None:
         if bases is None:
