@@ -67,6 +67,7 @@ def _cases() -> dict:
     from videokv.kernels.reconstruct import Rope
     from videokv.kernels.reconstruct.plan import Batch, Job
     from videokv.kernels.score_columns import triton as columns
+    from videokv.kernels.score_columns.placement import Part, Placement
     from videokv.kernels.subspace_iteration import triton as subspace
     from videokv.noise import QueryMap
     from videokv.rotation import Rotation
@@ -167,6 +168,24 @@ def _cases() -> dict:
             ],
             scale=0.1,
             width=144,
+            bases=torch.ones(1, 1, 2, 8, 128, dtype=bf16),
+        ),
+        "score columns projected": partial(
+            columns.widen_query,
+            call.query,
+            [QueryMap(64, None, torch.ones(1, 2, 128, 8, dtype=bf16)) for _ in range(6)],
+            scale=0.1,
+            width=144,
+            bases=torch.ones(6, 1, 2, 8, 128, dtype=bf16),
+        ),
+        "key columns of a history": partial(
+            columns.place_key_columns,
+            torch.empty(1, 2, 67, 16, dtype=bf16),
+            Placement.of(
+                torch.ones(1, 2, 60, 4, dtype=bf16),
+                (Part(60, 0, ((2, 0, 4),)), Part(5)),
+                columns=6,
+            ),
         ),
         "key columns": partial(
             columns.fill_key_columns,

@@ -93,6 +93,27 @@ def test_a_captured_read_is_replayed_on_new_rows(recipe, backend, tokens, dtype)
 
 
 @needs_cuda
+@pytest.mark.parametrize("recipe", ["quarot-2bit+calibrated", "quantwm-2bit+calibrated"])
+def test_a_capture_keeps_no_columns_and_an_eager_read_before_it_does(recipe):
+    cache, static = committed(recipe), current(256, seed=40)
+    want = cache.attend(0, *static)
+    history = cache._layers[0]._kept_noise[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = cache.attend(0, *static)
+    graph.replay()
+    torch.testing.assert_close(output, want, rtol=1e-2, atol=1e-2)
+    assert cache._layers[0]._kept_noise[0] is history
+    cache._layers[0]._kept_noise = None  # as after a commit
+    bare = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(bare):
+        output = cache.attend(0, *static)
+    assert cache._layers[0]._kept_noise is None
+    bare.replay()
+    torch.testing.assert_close(output, want, rtol=1e-2, atol=1e-2)
+
+
+@needs_cuda
 def test_a_captured_pass_records_no_mass():
     cache, static = committed("rtn-2bit+taylor", record_mass=True), current(256, seed=40)
     cache.attend(0, *static)

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from videokv.kernels.score_columns import PROJECTED, reference
+from videokv.kernels.score_columns import (
+    kernel_refusal,
+    reference,
+    stacked_bases,
+    widen_query,
+)
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation
 
@@ -42,10 +47,9 @@ def maps(kind, size):
 def test_queries(kind, size, dtype):
     query = draw(2, 4, 70, size, seed=9).to(dtype)[:, :, :67]
     used = maps(kind, size)
-    if DEVICE == "cuda" and any(m.basis is not None for m in used):
-        pytest.skip(PROJECTED)
     width = size + sum(size // m.group_size for m in used) + 3
-    got = kernel.widen_query(query, used, scale=0.11, width=width)
+    bases = stacked_bases(used, batch=2, heads=2)
+    got = kernel.widen_query(query, used, scale=0.11, width=width, bases=bases)
     want = reference.widen_query(query.double(), used, scale=0.11, width=width)
     assert got.dtype == dtype and got.shape == (2, 4, 67, width)
     assert torch.equal(got[..., :size], query) and not got[..., -3:].any()
@@ -69,3 +73,41 @@ def test_keys(tokens):
         assert rows[..., :64].isnan().all()
         fill(rows[..., 64:], [])
         assert not rows[..., 64:].any()
+
+
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(
+    "count, rank, size, group",
+    [(1, 1, 64, 16), (2, 13, 80, 16), (3, 8, 128, 64), (6, 8, 128, 64), (2, 64, 128, 32),
+     (1, 8, 256, 64)],
+)  # fmt: skip
+def test_projected_queries(count, rank, size, group, rotated, power):
+    """Four query heads a KV head; ranks that differ; float64 is the oracle."""
+    turn = Rotation(size, 1) if rotated else None
+    used = [QueryMap(group, turn, None, power)] if count == 2 else []
+    for n in range(count):
+        found = basis(size, seed=20 + n, batch=1, heads=1, rank=max(1, rank - n))
+        used.append(QueryMap(group, turn, found, power))
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    query = draw(1, 4, 70 if count * rank < 30 else 9, size, seed=8).to(dtype)
+    query[..., :3] *= 30  # outliers, most of which the projection takes off
+    width = size + sum(size // m.group_size for m in used) + 5
+    bases = stacked_bases(used, batch=1, heads=1)
+    got = kernel.widen_query(query, used, scale=0.11, width=width, bases=bases)
+    want = reference.widen_query(query.double(), used, scale=0.11, width=width)
+    error = (got.double() - want)[..., size:].norm() / want[..., size:].norm()
+    assert float(error) < (1e-5 if dtype == torch.float32 else 8e-3)
+    assert not got[..., -5:].any() and torch.equal(got[..., :size], query)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("rotated", [False, True])
+def test_the_kernel_serves_projected_queries_on_a_gpu(rotated):
+    turn = Rotation(128) if rotated else None
+    used = [QueryMap(64, turn, basis(128, seed=n, rank=8)) for n in range(6)]
+    query = draw(2, 8, 300, 128, seed=1).to(torch.bfloat16)
+    assert kernel_refusal(query, used, scale=0.1, width=144, kv_heads=2) is None
+    got = widen_query(query, used, scale=0.1, width=144, kv_heads=2)
+    want = reference.widen_query(query.double(), used, scale=0.1, width=144)
+    assert float((got - want)[..., 128:].norm() / want[..., 128:].norm()) < 8e-3

@@ -105,7 +105,8 @@ class Segment:
     and current chunks, whose scores no correction may touch. spare: elements in memory right after
     the channels of each key that belong to nobody: a backend may write there. key_scale,
     value_scale: float32 ``[B, Hkv]`` that keys and values in E4M3 are multiplied by; None for what
-    is in the query's dtype.
+    is in the query's dtype. packed: whether the rows were reconstructed from codes: only without
+    any such rows attention must be, bit for bit, what the model computes without a cache.
     """
 
     keys: Tensor
@@ -114,6 +115,7 @@ class Segment:
     spare: int = 0
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    packed: bool = False
 
     @property
     def narrow(self) -> bool:

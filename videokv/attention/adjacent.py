@@ -13,25 +13,25 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
     A view where the parts are consecutive rows of one buffer, else a copy.
     """
+    whole = as_one(parts)
+    return torch.cat(list(parts), 2) if whole is None else whole
+
+
+def as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """``[B, H, T_i, D]`` as one view ``[B, H, sum T_i, D]``; None where they are not rows of one
+    buffer, one after the other."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    if not consecutive(parts):
-        return torch.cat(list(parts), 2)
-    tokens = sum(part.shape[2] for part in parts)
-    shape = (*first.shape[:2], tokens, first.shape[3])
-    return first.as_strided(shape, first.stride(), first.storage_offset())
-
-
-def consecutive(parts: Sequence[Tensor]) -> bool:
-    """Whether ``[B, H, T_i, D]`` are rows of one buffer, one after the other."""
-    first = parts[0]
-    place = first.storage_offset()
+    batch, heads, _, size = first.shape
+    steps, dtype, store = first.stride(), first.dtype, first.untyped_storage().data_ptr()
+    place, tokens = first.storage_offset(), 0
     for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.stride() != first.stride() or part.dtype != first.dtype:
-            return False
-        if part.storage_offset() != place or part.shape[:2] != first.shape[:2]:
-            return False
-        place += part.shape[2] * part.stride(2)
-    return True
+        if part.storage_offset() != place + tokens * steps[2] or part.stride() != steps:
+            return None
+        if part.dtype != dtype or part.untyped_storage().data_ptr() != store:
+            return None
+        if part.shape[0] != batch or part.shape[1] != heads or part.shape[3] != size:
+            return None
+        tokens += part.shape[2]
+    return first.as_strided((batch, heads, tokens, size), steps, first.storage_offset())

@@ -39,18 +39,14 @@ def check_call(query: Tensor, segments: Sequence[Segment], *, scale: float, caus
 
 def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
     keys, values = segment.keys, segment.values
-    shapes = f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
-    if keys.ndim != 4 or values.ndim != 4:
-        raise ValueError(f"{where}: keys and values must be [B, Hkv, T, D]; got {shapes}")
-    if keys.shape[:3] != values.shape[:3]:
-        raise ValueError(f"{where}: keys and values must agree in B, Hkv and T; got {shapes}")
-    if keys.shape[0] != query.shape[0]:
-        raise ValueError(f"{where}: batch must be that of the query; got {shapes}")
-    if keys.shape[3] != query.shape[3]:
-        raise ValueError(f"{where}: key head size must be that of the query; got {shapes}")
-    if keys.shape[1] < 1 or query.shape[1] % keys.shape[1]:
-        raise ValueError(f"{where}: Hq must be a multiple of Hkv; got {shapes}")
-    _check_scales(segment, where=where)
+    reason = _shapes_refusal(tuple(query.shape), tuple(keys.shape), tuple(values.shape))
+    if reason is not None:
+        raise ValueError(
+            f"{where}: {reason}; got query {tuple(query.shape)}, keys {tuple(keys.shape)}, values "
+            f"{tuple(values.shape)}"
+        )
+    if segment.narrow:
+        _check_scales(segment, where=where)
     for name, tensor, scale in (
         ("keys", keys, segment.key_scale),
         ("values", values, segment.value_scale),
@@ -68,6 +64,21 @@ def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
             )
     for term in segment.noise:
         _check_noise(keys, term, where=where)
+
+
+def _shapes_refusal(query: tuple, keys: tuple, values: tuple) -> str | None:
+    """What is wrong with the shapes of a segment."""
+    if len(keys) != 4 or len(values) != 4:
+        return "keys and values must be [B, Hkv, T, D]"
+    if keys[:3] != values[:3]:
+        return "keys and values must agree in B, Hkv and T"
+    if keys[0] != query[0]:
+        return "batch must be that of the query"
+    if keys[3] != query[3]:
+        return "key head size must be that of the query"
+    if keys[1] < 1 or query[1] % keys[1]:
+        return "Hq must be a multiple of Hkv"
+    return None
 
 
 def _check_scales(segment: Segment, *, where: str) -> None:
@@ -89,7 +100,7 @@ def _check_noise(keys: Tensor, term: ScoreNoise, *, where: str) -> None:
         )
     full = (batch, heads, tokens, head_dim // group_size)
     shape = tuple(term.weights.shape)
-    if any(got not in (1, want) for got, want in zip(shape, full, strict=True)):
+    if shape != full and any(got not in (1, want) for got, want in zip(shape, full, strict=True)):
         raise ValueError(
             f"{where}: noise weights must broadcast to [B, Hkv, T, F] = {full}, got {shape}"
         )

@@ -49,11 +49,21 @@ def load_backend(name: str) -> AttentionBackend:
 
 
 def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str = "auto") -> Choice:
-    """The backend that ``attend`` would use, and why.
+    """The backend that ``attend`` would use, and why; for sdpa, its kernel too.
 
     Raises ValueError with the backend's own words where one asked for by name refuses.
     """
     filled = [s for s in segments if s.keys.shape[2]]
+    choice = _chosen(query, filled, backend=backend)
+    if choice.backend != "sdpa":
+        return choice
+    from videokv.attention.sdpa import BACKEND
+
+    return Choice("sdpa", f"{choice.why}; {BACKEND.kernels(query, filled)}")
+
+
+def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str) -> Choice:
+    """The backend for segments that are not empty."""
     if backend != NARROW_BACKEND and any(s.narrow for s in filled):
         raise ValueError(
             f"backend {backend!r} does not read keys and values in E4M3; use {NARROW_BACKEND!r}, "
@@ -102,7 +112,7 @@ def attend(
     filled = [s for s in segments if s.keys.shape[2]]
     if not filled or not query.shape[2]:
         return _nothing_seen(query, segments[0].values.shape[3], need_lse=need_lse)
-    choice = explain_choice(query, filled, backend=backend)
+    choice = _chosen(query, filled, backend=backend)
     if backend == "auto" and choice.backend != _AUTO[0]:
         _say_once(f"attention runs on backend {choice.backend!r}: {choice.why}")
     return load_backend(choice.backend).attend(

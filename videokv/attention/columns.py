@@ -8,14 +8,22 @@ scores are corrected by exactly zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from videokv.attention.adjacent import consecutive, joined
-from videokv.kernels.score_columns import KeyBlock, fill_key_columns, widen_query
+from videokv.attention.adjacent import as_one, joined
+from videokv.kernels.score_columns import (
+    HistoryCall,
+    KeyBlock,
+    fill_key_columns,
+    first_fit,
+    history_of,
+    place_key_columns,
+    widen_query,
+)
 from videokv.kernels.score_columns.reference import query_columns
 from videokv.noise import QueryMap
 from videokv.protocols import Segment
@@ -25,10 +33,14 @@ COLUMN_BUDGET = 32
 
 @dataclass(frozen=True, eq=False)
 class ColumnCall:
-    """One kernel call: segments, and the distinct query maps their columns need."""
+    """One kernel call: segments, and the distinct query maps their columns need.
+
+    kept: what a cache's history remembers of the call, its segments being the first ones here.
+    """
 
     segments: tuple[Segment, ...]
     maps: tuple[QueryMap, ...] = ()
+    kept: HistoryCall | None = None
 
     @property
     def columns(self) -> int:
@@ -51,18 +63,24 @@ def plan_calls(
     """Segments packed into as few calls as first fit finds, each of at most ``budget`` columns.
 
     A segment that alone needs more columns than the budget gets a call with as many as it needs.
-    Segments without noise go with the first call.
+    Segments without noise go with the first call. Segments that begin with a cache's history have
+    its calls, which are made once.
     """
-    calls: list[ColumnCall] = []
-    for segment in segments:
-        for number, call in enumerate(calls):
-            wider = call.joined(segment)
-            if wider.columns <= budget or wider.columns == call.columns:
-                calls[number] = wider
-                break
-        else:
-            calls.append(ColumnCall(()).joined(segment))
-    return tuple(calls)
+    if not segments:
+        return ()
+    history = history_of([(s.keys.shape[2], s.noise) for s in segments])
+    kept = None if history is None else history.calls(budget=budget)
+    if history is not None and kept is not None:
+        later = tuple(range(len(history.rows), len(segments)))
+        fits = [(c.numbers, c.maps, c) for c in kept]
+        fits[0] = (fits[0][0] + later, *fits[0][1:])
+        return tuple(
+            ColumnCall(tuple(segments[n] for n in numbers), maps, call)
+            for numbers, maps, call in fits
+        )
+    maps = [[term.query_map for term in s.noise] for s in segments]
+    found = first_fit(maps, head_dim=segments[0].keys.shape[3], budget=budget)
+    return tuple(ColumnCall(tuple(segments[n] for n in numbers), own) for numbers, own in found)
 
 
 def with_columns(
@@ -90,11 +108,26 @@ def with_columns(
     # BF16 has float32's range: nothing to balance
     wide_keys = _widened(call.segments, width)
     write_key_columns(wide_keys[..., head_dim:], call)
-    return widen_query(query, call.maps, scale=scale, width=width), wide_keys
+    return query_with_columns(query, call, scale=scale, width=width), wide_keys
+
+
+def query_with_columns(query: Tensor, call: ColumnCall, *, scale: float, width: int) -> Tensor:
+    """``[B, Hq, M, width]``: the query and its columns, zero-padded."""
+    return widen_query(
+        query,
+        call.maps,
+        scale=scale,
+        width=width,
+        kv_heads=call.segments[0].keys.shape[1],
+        bases=None if call.kept is None else call.kept.bases,
+    )
 
 
 def write_key_columns(out: Tensor, call: ColumnCall) -> None:
     """omega of all segments into ``out`` ``[B, Hkv, T, >= columns]``, zeros into the rest of it."""
+    if call.kept is not None:
+        place_key_columns(out, call.kept.placement)
+        return
     head_dim = call.segments[0].keys.shape[3]
     first = 0
     bare: int | None = None  # start of rows without noise: neighbours are written together
@@ -118,8 +151,8 @@ def spare_columns(segments: Sequence[Segment], columns: int, *, dtype: torch.dty
     keys = [s.keys for s in segments]
     head_dim = keys[0].shape[3]
     fits = keys[0].dtype == dtype and all(s.spare >= columns for s in segments)
-    if fits and consecutive(keys):
-        rows = joined(keys)
+    rows = as_one(keys) if fits else None
+    if rows is not None:
         shape = (*rows.shape[:3], columns)
         return rows.as_strided(shape, rows.stride(), rows.storage_offset() + head_dim)
     tokens = sum(k.shape[2] for k in keys)
@@ -130,8 +163,8 @@ def _widened(segments: Sequence[Segment], width: int) -> Tensor:
     """All keys ``[B, Hkv, T, width]``, nothing after them yet: in place where there is room."""
     keys = [s.keys for s in segments]
     head_dim = keys[0].shape[3]
-    if all(s.spare >= width - head_dim for s in segments) and consecutive(keys):
-        rows = joined(keys)
+    rows = as_one(keys) if all(s.spare >= width - head_dim for s in segments) else None
+    if rows is not None:
         return rows.as_strided((*rows.shape[:3], width), rows.stride(), rows.storage_offset())
     tokens = sum(k.shape[2] for k in keys)
     wide = keys[0].new_empty(*keys[0].shape[:2], tokens, width)
@@ -145,22 +178,11 @@ def _widened(segments: Sequence[Segment], width: int) -> Tensor:
 def score_columns(query: Tensor, call: ColumnCall, *, scale: float) -> tuple[Tensor, Tensor]:
     """-phi/scale ``[B, Hq, M, F]`` and omega ``[B, Hkv, T, F]``, at least float32."""
     phi = query_columns(query, call.maps, scale=scale)
-    batch, heads, _, head_dim = call.segments[0].keys.shape
+    batch, heads = call.segments[0].keys.shape[:2]
     tokens = sum(s.keys.shape[2] for s in call.segments)
-    omega = phi.new_zeros(batch, heads, tokens, phi.shape[3])
-    for rows, columns, weights in _key_columns(call, head_dim):
-        omega[:, :, rows, columns] = weights
+    omega = phi.new_empty(batch, heads, tokens, phi.shape[3])
+    write_key_columns(omega, call)
     return phi, omega
-
-
-def _key_columns(call: ColumnCall, head_dim: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, columns, weights) of every block of omega that is not zero."""
-    first = 0
-    for segment in call.segments:
-        rows = slice(first, first + segment.keys.shape[2])
-        first = rows.stop
-        for start, weights in _blocks(segment, call, head_dim):
-            yield rows, slice(start, start + weights.shape[3]), weights
 
 
 def _blocks(segment: Segment, call: ColumnCall, head_dim: int) -> list[KeyBlock]:

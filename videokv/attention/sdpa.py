@@ -3,8 +3,12 @@
 No custom kernel and no score-sized tensor; the log-sum-exp is the kernel's own. Chunks with one
 query map share columns; maps that together need more than 32 columns are served by one call per
 group of maps, merged by log-sum-exp. causal=True is a call over the earlier segments, merged with
-a causal one over the last. Without noise and without a log-sum-exp the result is, bit for bit,
-``F.scaled_dot_product_attention(q, cat(k), cat(v), scale=scale)``.
+a causal one over the last.
+
+Which kernel: where no segment was packed or carries noise, and no log-sum-exp is needed, the result
+is, bit for bit, ``F.scaled_dot_product_attention(q, cat(k), cat(v), scale=scale)``, which a model
+computes without a cache. Segments that were reconstructed from codes are no such promise: they get
+the fastest stock kernel (``choose_kernel``), with noise or without.
 
 Precision: float32 and float64 to the kernel's own rounding. In bfloat16 (float16) the correction is
 off by at most 2^-7 (2^-10) of itself, next to the kernel's rounding; merged calls round their
@@ -44,6 +48,14 @@ class SdpaBackend:
                 return _too_wide(query, call, choice) if call.columns else f"sdpa: {choice}"
         return None
 
+    def kernels(self, query: Tensor, segments: Sequence[Segment]) -> str:
+        """In words, the kernel that a call without log-sum-exp runs (it is not refused)."""
+        if not _approximate(segments):
+            return "F.scaled_dot_product_attention as the model calls it: no row was packed"
+        found = [_choice(query, call, causal=False) for call in plan_calls(segments)]
+        names = dict.fromkeys(c.kernel for c in found if isinstance(c, KernelChoice))
+        return f"stock kernel {' and '.join(names)}: there are packed rows"
+
     def attend(
         self,
         query: Tensor,
@@ -59,7 +71,7 @@ class SdpaBackend:
         """
         causal = causal and query.shape[2] > 1  # one row sees all of its segment
         split = causal and len(segments) > 1
-        if not need_lse and not split and not any(s.noise for s in segments):
+        if not need_lse and not split and not _approximate(segments):
             return _plain(query, segments, scale=scale, causal=causal), None
         free = segments[:-1] if causal else segments
         parts = [_run(query, call, scale=scale, causal=False) for call in plan_calls(free)]
@@ -68,6 +80,11 @@ class SdpaBackend:
             parts.append(_run(query, last, scale=scale, causal=True))
         out, lse = parts[0] if len(parts) == 1 else merge_parts(parts)
         return out, lse if need_lse else None
+
+
+def _approximate(segments: Sequence[Segment]) -> bool:
+    """Whether any segment was packed, or has its scores corrected."""
+    return any(s.packed or s.noise for s in segments)
 
 
 def _too_wide(query: Tensor, call: ColumnCall, reason: str) -> str:

@@ -15,6 +15,7 @@ with their tokens side by side; other rows are converted here, which takes two m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -25,13 +26,14 @@ from videokv.attention.adjacent import joined
 from videokv.attention.columns import (
     ColumnCall,
     balance,
+    plan_calls,
+    query_with_columns,
     score_columns,
     spare_columns,
     write_key_columns,
 )
 from videokv.kernels.attend import MAX_COLUMNS, Call, Rows, attend, kernel_refusal, to_e4m3
 from videokv.kernels.attend.tiles import padded
-from videokv.kernels.score_columns import widen_query
 from videokv.protocols import Segment
 from videokv.tensors import E4M3
 
@@ -143,7 +145,7 @@ def _with_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The query and its columns, side by side in one tensor, and the columns of the keys."""
     head_dim, room = query.shape[3], padded(call.columns)
-    wide = widen_query(query, call.maps, scale=scale, width=head_dim + room)
+    wide = query_with_columns(query, call, scale=scale, width=head_dim + room)
     extra_keys = spare_columns(call.segments, room, dtype=query.dtype)
     write_key_columns(extra_keys, call)
     return wide[..., :head_dim], wide[..., head_dim:], extra_keys
@@ -151,10 +153,8 @@ def _with_columns(
 
 def _column_call(segments: Sequence[Segment]) -> ColumnCall:
     """All segments in one call, however many columns they need."""
-    call = ColumnCall(())
-    for segment in segments:
-        call = call.joined(segment)
-    return call
+    calls = plan_calls(segments, budget=sys.maxsize)
+    return calls[0] if calls else ColumnCall(())
 
 
 def _shape_key(query: Tensor, segments: Sequence[Segment], columns: int) -> Hashable:

@@ -23,6 +23,10 @@ from videokv.kernels.reconstruct import Rope
 from videokv.noise import ScoreNoise
 from videokv.protocols import NARROW_BACKEND, Correction, Quantizer, Role, Segment
 
+# Backends that read the correction as columns: on a GPU the noise of packed chunks is made once a
+# commit, in the dtype of the columns. (Where "auto" falls back to the oracle, it sees that too.)
+COLUMN_BACKENDS = ("auto", "sdpa", "triton", NARROW_BACKEND)
+
 
 class CacheRecipe(Protocol):
     """What a cache asks of a recipe (``videokv.Recipe`` is one)."""
@@ -468,9 +472,10 @@ class KVCache:
             if found is not None:
                 return found
         if self._workspace.budget_bytes is None and worth_gathering(query.device):
-            narrow = getattr(self.recipe, "backend", None) == NARROW_BACKEND
-            segments = held.gathered_narrow(current) if narrow else held.gathered(current)
-            self._workspace.note_rows(held.index, segments[:-1])
+            backend = getattr(self.recipe, "backend", None)
+            gather = held.gathered_narrow if backend == NARROW_BACKEND else held.gathered
+            segments = gather(current, keep=backend in COLUMN_BACKENDS)
+            self._workspace.note_rows(held.index, segments[:-1], noise_bytes=held.noise_bytes)
             return self.recipe.attend(
                 query, segments, scale=scale, causal=causal, need_lse=self._record_mass
             )

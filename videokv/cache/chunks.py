@@ -138,4 +138,5 @@ def sliced(segment: Segment, first: int, last: int) -> Segment:
         else type(term)(term.weights[:, :, first:last], term.query_map, term.exact)
         for term in segment.noise
     )
-    return Segment(segment.keys[:, :, first:last], segment.values[:, :, first:last], noise)
+    keys, values = (x[:, :, first:last] for x in (segment.keys, segment.values))
+    return Segment(keys, values, noise, packed=segment.packed)

@@ -27,6 +27,8 @@ from videokv.cache.workspace import Decoders
 from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
 from videokv.kernels.reconstruct import Rope, decode_into
 from videokv.kernels.reconstruct.decoding import Decoding
+from videokv.kernels.score_columns import keep_noise
+from videokv.kernels.score_columns.history import History
 from videokv.noise import ScoreNoise
 from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
 from videokv.tensors import map_tensors, require_finite, walk_tensors
@@ -106,23 +108,32 @@ class LayerCache:
     def __init__(self, index: int, coding: Coding) -> None:
         self.index = index
         self.coding = coding
-        self._decoding: Decoding | None = None
         self._state = LayerState()
+        self._decoding: Decoding | None = None
+        self._kept_noise: tuple[History | None, list[tuple[ScoreNoise, ...]]] | None = None
         self.encode_calls = 0
         self.decode_calls = 0
         self._peak_of: WeakKeyDictionary[Chunk | Rows, Tensor] = WeakKeyDictionary()
 
     @property
     def state(self) -> LayerState:
-        """What the layer holds. With its chunks goes what was made to decode them all at once."""
+        """What the layer remembers; set as a whole. With its rows goes what reads made of them."""
         return self._state
 
     @state.setter
     def state(self, state: LayerState) -> None:
-        before, after = self._state.chunks, state.chunks
-        if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-            self._decoding = None
+        old = self._state
+        if state.chunks is not old.chunks:
+            self._decoding = self._kept_noise = None
+        if state.open is not old.open or state.first != old.first:
+            self._kept_noise = None
         self._state = state
+
+    @property
+    def noise_bytes(self) -> int:
+        """Bytes of the noise that is kept until the next commit (see ``gathered``)."""
+        history = None if self._kept_noise is None else self._kept_noise[0]
+        return 0 if history is None else history.nbytes
 
     @property
     def written_end(self) -> int:
@@ -308,43 +319,85 @@ class LayerCache:
         chunks = tuple(chunk for chunk in state.chunks if chunk.end > first)
         self.state = replace(state, first=first, chunks=chunks, open=waiting)
 
-    def gathered(self, current: Segment) -> list[Segment]:
-        """Everything committed and the current rows, one after the other in one buffer."""
+    def gathered(self, current: Segment, *, keep: bool = False) -> list[Segment]:
+        """Everything committed and the current rows, one after the other in one buffer.
+
+        keep: the noise is that of ``keep_noise``, made at the first read after a commit and
+        dropped when the committed rows change.
+        """
         spare = 0 if self.coding.correction is None else SPARE_CHANNELS
         tokens = self.visible_tokens + current.keys.shape[2]
         rows = RowBuffer(current, tokens=tokens, spare=spare)
-        held = [*self._sources(), (current.keys, current.values, ())]
+        held = [*self._sources(keep=keep), (current.keys, current.values, ())]
         found, self._decoding = rows.fill(held, self._decoding)
-        return found
+        return [*self._marked(found[:-1]), found[-1]]
 
-    def gathered_narrow(self, current: Segment) -> list[Segment]:
+    def gathered_narrow(self, current: Segment, *, keep: bool = False) -> list[Segment]:
         """Everything committed in one buffer, values in E4M3, and the current rows as they are."""
         rows = NarrowBuffer(current, tokens=self.visible_tokens, peak=self._value_peak())
-        found, self._decoding = rows.fill([*self._sources()], self._decoding)
+        found, self._decoding = rows.fill([*self._sources(keep=keep)], self._decoding)
         return [*found, current]
 
-    def _sources(self) -> Iterator[tuple[Packed | Tensor, Packed | Tensor, tuple]]:
+    def _visible(self) -> list[tuple[Chunk | Rows, int]]:
+        """Chunks and waiting rows that may be read, with how many rows of each were forgotten."""
+        state = self.state
+        held: tuple[Chunk | Rows, ...] = state.chunks
+        held = held if state.open is None else (*held, state.open)
+        return [(p, max(0, state.first - p.start)) for p in held if p.end > state.first]
+
+    def _marked(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Segments of all that is visible, those marked whose rows were packed."""
+        return [
+            replace(segment, packed=True) if isinstance(part, PackedChunk) else segment
+            for segment, (part, _) in zip(segments, self._visible(), strict=True)
+        ]
+
+    def _sources(
+        self, *, keep: bool = False
+    ) -> Iterator[tuple[Packed | Tensor, Packed | Tensor, tuple[ScoreNoise, ...]]]:
         """Keys, values and noise of all committed rows that may be read, in order."""
-        state, correction = self.state, self.coding.correction
-        for chunk in state.chunks:
-            if isinstance(chunk, PackedChunk) and chunk.start >= state.first:
-                self.decode_calls += len(chunk.sides())
-                noise: tuple = ()
-                if correction is not None and not isinstance(chunk.keys, Tensor):
-                    noise = correction.noise(chunk.keys, chunk.factors)
-                yield chunk.keys, chunk.values, noise
-                continue
-            # Dense rows, or a packed chunk whose first rows were forgotten: the others are decoded.
-            if isinstance(chunk, PackedChunk):
-                whole = self._decoder(chunk)()
-            else:
-                whole = Segment(chunk.keys, chunk.values)
-            for _, part in self._remembered(chunk.start, whole):
-                yield part.keys, part.values, part.noise
-        if state.open is not None:
-            whole = Segment(state.open.keys, state.open.values)
-            for _, part in self._remembered(state.open.start, whole):
-                yield part.keys, part.values, ()
+        kept = self._noise_of_all() if keep else None
+        for number, (part, skipped) in enumerate(self._visible()):
+            keys, values = part.keys, part.values
+            noise = self._noise(part, skipped) if kept is None else kept[number]
+            if isinstance(part, PackedChunk):
+                self.decode_calls += len(part.sides())
+                if skipped:  # the rows that were not forgotten are decoded with the others
+                    assert self.state.layout is not None
+                    dtype = self.state.layout.dtype
+                    keys, values = (decoded(side, dtype) for side in (keys, values))
+            if skipped:
+                assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+                keys, values = keys[:, :, skipped:], values[:, :, skipped:]
+            yield keys, values, noise
+
+    def _noise(self, part: Chunk | Rows, skipped: int) -> tuple[ScoreNoise, ...]:
+        """The noise to correct in rows of which the first ``skipped`` were forgotten."""
+        correction = self.coding.correction
+        if correction is None or not isinstance(part, PackedChunk):
+            return ()
+        if isinstance(part.keys, Tensor):
+            return ()
+        noise = tuple(correction.noise(part.keys, part.factors))
+        if not skipped:
+            return noise
+        rows = torch.empty(part.keys.shape[:3], device="meta").unsqueeze(3)
+        return sliced(Segment(rows, rows, noise), skipped, part.tokens).noise
+
+    def _noise_of_all(self) -> list[tuple[ScoreNoise, ...]] | None:
+        """Noise of every visible part, kept while the parts are; None where it cannot be kept."""
+        layout, visible = self.state.layout, self._visible()
+        if self.coding.correction is None or layout is None:
+            return [()] * len(visible)
+        if self._kept_noise is None:
+            capturing = layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            rows = [(part.tokens - gone, self._noise(part, gone)) for part, gone in visible]
+            if capturing:  # the graph's own memory must not be kept
+                return [noise for _, noise in rows]
+            shape = (layout.batch, layout.kv_heads, layout.key_dim)
+            self._kept_noise = keep_noise(rows, shape=shape, dtype=layout.dtype) or (None, [])
+        history, kept = self._kept_noise
+        return None if history is None else kept
 
     def _value_peak(self) -> Tensor:
         """The largest magnitudes ``[B, Hkv]`` of all committed values."""
@@ -567,7 +620,8 @@ class LayerCache:
             noise: tuple = ()
             if correction is not None and not isinstance(chunk.keys, Tensor):
                 noise = correction.noise(chunk.keys, chunk.factors)
-            return Segment(decoded(chunk.keys, dtype), decoded(chunk.values, dtype), noise)
+            keys, values = (decoded(side, dtype) for side in (chunk.keys, chunk.values))
+            return Segment(keys, values, noise, packed=True)
 
         return decode
 

@@ -36,6 +36,7 @@ class Workspace:
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
         self.kept: dict[tuple[int, int], Segment] = {}
+        self._noise_bytes: dict[int, int] = {}
 
     def blocks(
         self, layer: int, decoders: Decoders, *, layers: int
@@ -76,22 +77,33 @@ class Workspace:
         self._note(layer, sum(segment_bytes(segment) for segment in used.values()))
         return used
 
-    def note_rows(self, layer: int, segments: Iterable[Segment]) -> None:
-        """Count cached rows that were gathered for one call."""
+    def note_rows(
+        self, layer: int, segments: Iterable[Segment], *, noise_bytes: int | None = None
+    ) -> None:
+        """Count cached rows that were gathered for one call.
+
+        noise_bytes: of the noise that the layer keeps from now on, which counts during calls of
+            other layers too (here its weights are those of the segments); None: as before.
+        """
+        if noise_bytes is not None:
+            self._noise_bytes[layer] = noise_bytes
         self._note(layer, sum(segment_bytes(segment) for segment in segments))
 
     def keep_only(self, layer: int, ordinals: Collection[int]) -> None:
-        """Forget chunks of a layer that were dropped."""
+        """Forget chunks of a layer that were dropped, and the noise that it kept."""
         dropped = [key for key in self.kept if key[0] == layer and key[1] not in ordinals]
         for key in dropped:
             del self.kept[key]
+        self._noise_bytes.pop(layer, None)
 
     def clear(self) -> None:
         """Forget all decoded chunks."""
         self.kept = {}
+        self._noise_bytes = {}
 
     def _others(self, layer: int) -> int:
-        return sum(segment_bytes(seg) for key, seg in self.kept.items() if key[0] != layer)
+        noise = sum(size for number, size in self._noise_bytes.items() if number != layer)
+        return noise + sum(segment_bytes(seg) for key, seg in self.kept.items() if key[0] != layer)
 
     def _make_room(self, chunks: int) -> None:
         """Clear before decoding where that many chunks, as large as the largest kept, overflow."""

@@ -1,16 +1,17 @@
-"""Columns of a correction, written where attention reads them: one pass over queries, one a chunk.
+"""Columns of a correction, written where attention reads them: a pass over queries, one over keys.
 
     wide query = [q, -phi_0(q) / scale, -phi_1(q) / scale, ..., 0]      key columns = omega or 0
 
 phi of a map is the sum over each group of channels of the 2nd or 4th power of the query, projected
 off the map's basis and rotated where it says so (``noise.QueryMap``). In PyTorch steps that is some
-float32 tensors of the query's size for every map; the kernel keeps all of them in registers.
+float32 tensors of the query's size for every map; the kernel keeps all of them in registers. omega
+of a cache's chunks is made once and kept between commits (``history.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,21 +25,38 @@ from videokv.kernels.gpu import (
     wants_kernels,
 )
 from videokv.kernels.score_columns import reference
+from videokv.kernels.score_columns.history import (
+    HistoryCall,
+    first_fit,
+    history_of,
+    keep_noise,
+    stacked_bases,
+)
+from videokv.kernels.score_columns.placement import Placement
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation
 
-__all__ = ["KeyBlock", "fill_key_columns", "kernel_refusal", "widen_query"]
+__all__ = [
+    "HistoryCall",
+    "KeyBlock",
+    "Placement",
+    "fill_key_columns",
+    "first_fit",
+    "history_of",
+    "keep_noise",
+    "kernel_refusal",
+    "place_key_columns",
+    "stacked_bases",
+    "widen_query",
+]
 
 KeyBlock = tuple[int, Tensor]
 """First column, and weights ``[B, Hkv, T, F]`` of F columns (T may be 1 and broadcast)."""
 
 MAX_HEAD_DIM = 256
 MAX_RANK = 64
+MOST_MAPS = 30  # bits of a 32-bit integer say which maps are projected
 MOST_BLOCKS = 2  # blocks of columns of one chunk that a launch writes
-PROJECTED = (
-    "Triton 3.6 compiles the product with a PSAC basis for compute capability 9.0 so that it reads "
-    "beyond shared memory"
-)
 _TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 1e-4}
 
 
@@ -50,25 +68,71 @@ class _Widening:
     maps: tuple[QueryMap, ...]
     scale: float
     width: int
+    bases: Tensor | None
 
 
-def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int) -> Tensor:
+def widen_query(
+    query: Tensor,
+    maps: Sequence[QueryMap],
+    *,
+    scale: float,
+    width: int,
+    kv_heads: int,
+    bases: Tensor | None = None,
+) -> Tensor:
     """``[B, Hq, M, width]``: the query, the columns of every map side by side, zeros.
 
-    query: ``[B, Hq, M, D]``; D + columns <= width. scale: softmax scale. By the kernel where
-    ``kernel_refusal`` finds no reason against it, else by the reference.
+    query: ``[B, Hq, M, D]``; D + columns <= width. scale: softmax scale. kv_heads: Hkv, which Hq is
+    a multiple of. bases: ``stacked_bases(maps)`` where the caller has them already. By the kernel
+    where ``kernel_refusal`` finds no reason against it, else by the reference.
     """
     head_dim = query.shape[3]
     columns = sum(head_dim // m.group_size for m in maps)
     if head_dim + columns > width:
         raise ValueError(f"width must hold {head_dim} channels and {columns} columns, got {width}")
-    asked = _Widening(query, tuple(maps), scale, width)
-    refusal = kernel_refusal(query, maps, scale=scale, width=width)
+    if not maps:
+        return reference.widen_query(query, (), scale=scale, width=width)
+    refusal = _maps_refusal(query, maps)
+    if refusal is None:
+        if bases is None:
+            bases = stacked_bases(maps, batch=query.shape[0], heads=kv_heads)
+        asked = _Widening(query, tuple(maps), scale, width, bases)
+        refusal = _checked(asked)
+        if refusal is None:
+            return _run(asked)
+    if wants_kernels(query.device):
+        say_once(f"columns of queries are made in PyTorch steps: {refusal}")
+    return reference.widen_query(query, tuple(maps), scale=scale, width=width)
+
+
+def place_key_columns(out: Tensor, placement: Placement) -> None:
+    """Write the columns ``[B, Hkv, T, F]`` of a history and of rows behind it, which get zeros.
+
+    T is at least the rows of the placement, F at least its columns; all of ``out`` is written.
+    """
+    if _placing_refusal(out, placement) is None:
+        _kernel().place_key_columns(out, placement)
+    else:
+        reference.place_key_columns(out, placement)
+
+
+def _placing_refusal(out: Tensor, placement: Placement) -> str | None:
+    if out.dtype == torch.float64 or out.stride(3) != 1:
+        return "columns that lie side by side, not in float64"
+    refusal = machine_refusal(out.device)
     if refusal is not None:
-        if wants_kernels(query.device):
-            say_once(f"columns of queries are made in PyTorch steps: {refusal}")
-        return reference.widen_query(query, asked.maps, scale=scale, width=width)
-    return _run(asked)
+        return refusal
+    config = (out.dtype, out.shape[3], placement.weights.dtype)
+    return checked_refusal(
+        "history_columns", config, out.device, lambda: _check_placing(out, placement)
+    )
+
+
+def _check_placing(out: Tensor, placement: Placement) -> str | None:
+    got, want = (torch.full_like(out, torch.nan) for _ in range(2))
+    _kernel().place_key_columns(got, placement)
+    reference.place_key_columns(want, placement)
+    return None if torch.equal(got, want) else "self-check failed: a key's columns differ"
 
 
 def fill_key_columns(out: Tensor, blocks: Sequence[KeyBlock]) -> None:
@@ -99,9 +163,17 @@ def _check_filling(out: Tensor, blocks: Sequence[KeyBlock], *, tokens: int = 300
 
 
 def kernel_refusal(
-    query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int
+    query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int, kv_heads: int
 ) -> str | None:
     """Why the Triton kernel does not serve these maps, or None; a first use is checked here."""
+    refusal = _maps_refusal(query, maps)
+    if refusal is not None:
+        return refusal
+    bases = stacked_bases(maps, batch=query.shape[0], heads=kv_heads)
+    return _checked(_Widening(query, tuple(maps), scale, width, bases))
+
+
+def _maps_refusal(query: Tensor, maps: Sequence[QueryMap]) -> str | None:
     if query.dtype not in _TOLERANCE:
         return f"queries are one of {tuple(_TOLERANCE)}, got {query.dtype}"
     if query.shape[3] > MAX_HEAD_DIM:
@@ -111,33 +183,35 @@ def kernel_refusal(
     refusal = machine_refusal(query.device)
     if refusal is not None:
         return refusal
-    size = maps[0].group_size
+    if len(maps) > MOST_MAPS:
+        return f"at most {MOST_MAPS} maps in one call, got {len(maps)}"
+    size, turn = maps[0].group_size, maps[0].transform
     if size & (size - 1) or any(m.group_size != size for m in maps):
         return "maps have one group size, a power of two"
-    turn = maps[0].transform
-    if any(m.transform != turn for m in maps) or not (turn is None or isinstance(turn, Rotation)):
+    if not (turn is None or isinstance(turn, Rotation)):
         return "maps share one rotation, or have none"
-    bases = [m.basis for m in maps if m.basis is not None]
-    if bases and query.device.type == "cuda":
-        return PROJECTED
-    if any(b.shape != bases[0].shape or b.dtype != bases[0].dtype for b in bases):
-        return "bases have one shape and dtype"
-    if bases and (bases[0].shape[3] > MAX_RANK or bases[0].shape[0] != query.shape[0]):
-        return f"bases are [B, Hkv, D, rank <= {MAX_RANK}], got {tuple(bases[0].shape)}"
+    if any(m.transform is not turn and m.transform != turn for m in maps):
+        return "maps share one rotation, or have none"
+    ranks = [m.basis.shape[3] for m in maps if m.basis is not None]
+    if ranks and max(ranks) > MAX_RANK:
+        return f"bases have a rank of at most {MAX_RANK}, got {max(ranks)}"
+    return None
+
+
+def _checked(asked: _Widening) -> str | None:
+    query, maps, bases = asked.query, asked.maps, asked.bases
     config = (
-        query.dtype, query.shape[3], size, width, turn,
-        tuple((m.basis is not None, m.power) for m in maps),
-        None if not bases else (bases[0].shape[3], bases[0].dtype),
-        query.stride(3) == 1,
+        query.dtype, query.shape[3], maps[0].group_size, asked.width, maps[0].transform,
+        any(m.power == 4 for m in maps), query.stride(3) == 1,
+        None if bases is None else (bases.shape[3], bases.dtype),
     )  # fmt: skip
-    asked = _Widening(query, tuple(maps), scale, width)
     return checked_refusal("score_columns", config, query.device, lambda: _self_check(asked))
 
 
 def _self_check(asked: _Widening, *, rows: int = 77) -> str | None:
     """Kernel against reference on the first queries."""
     query = asked.query[:, :, :rows]
-    got = _run(_Widening(query, asked.maps, asked.scale, asked.width))
+    got = _run(replace(asked, query=query))
     want = reference.widen_query(query.float(), asked.maps, scale=asked.scale, width=asked.width)
     first = query.shape[3]
     return disagreement(
@@ -147,7 +221,7 @@ def _self_check(asked: _Widening, *, rows: int = 77) -> str | None:
 
 def _run(asked: _Widening) -> Tensor:
     out: Tensor = _kernel().widen_query(
-        asked.query, asked.maps, scale=asked.scale, width=asked.width
+        asked.query, asked.maps, scale=asked.scale, width=asked.width, bases=asked.bases
     )
     return out
 

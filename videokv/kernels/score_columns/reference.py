@@ -7,11 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from videokv.kernels.score_columns.placement import Placement
 from videokv.noise import QueryMap
 
 
-def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int) -> Tensor:
-    """See the package."""
+def widen_query(
+    query: Tensor,
+    maps: Sequence[QueryMap],
+    *,
+    scale: float,
+    width: int,
+    bases: Tensor | None = None,
+) -> Tensor:
+    """See the package; the maps' own bases are used."""
     head_dim = query.shape[3]
     wide = query.new_zeros(*query.shape[:3], width)
     wide[..., :head_dim] = query
@@ -26,6 +34,18 @@ def query_columns(query: Tensor, maps: Sequence[QueryMap], *, scale: float) -> T
     features = [m.features(query, scale=scale) for m in maps]
     phi = features[0] if len(features) == 1 else torch.cat(features, -1)
     return phi * (-1 / scale)
+
+
+def place_key_columns(out: Tensor, placement: Placement) -> None:
+    """See the package."""
+    out.zero_()
+    row = 0
+    for part in placement.parts:
+        source = placement.weights[:, :, part.first : part.first + part.tokens]
+        for first, origin, count in part.blocks:
+            rows = out[:, :, row : row + part.tokens, first : first + count]
+            rows.copy_(source[..., origin : origin + count])
+        row += part.tokens
 
 
 def fill_key_columns(out: Tensor, blocks: Sequence[tuple[int, Tensor]]) -> None:

@@ -1,8 +1,10 @@
-"""The Triton kernels: a block of queries stays in registers for all maps; a launch a chunk of keys.
+"""The Triton kernels: a block of queries stays in registers for all maps; one launch for all keys.
 
-Products are TF32 of factors that are exact in it (16-bit queries, BF16 bases, Hadamard signs of a
-power of two). What is taken off in a projection, where numbers cancel, is a sum of three of them;
-what is left is rounded to 2^-11 before it is rotated.
+A projection takes one direction of the basis after the other off the queries, in float32: numbers
+cancel there, and a product of a block with a basis is too narrow for ``tl.dot`` (Triton 3.6
+compiled one 16 wide for compute capability 9.0 so that it read beyond shared memory). A rotation is
+a TF32 product of factors that are exact in it (16-bit queries, Hadamard signs of a power of two);
+what a projection left is rounded to 2^-11 before it is rotated.
 """
 
 from __future__ import annotations
@@ -15,29 +17,36 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.gpu import on_device, products
+from videokv.kernels.score_columns.placement import TOKENS, Placement
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation, signs
 
-ROWS, TOKENS = 64, 128
-_COUNTS = ["q_b", "q_h", "heads", "group", "rows"]
+ROWS = 64
+WARPS = 8
+UNROLLED = 4  # directions of a basis that are in flight at once
+# Strides are specialised on: whether 16 divides them, as it does for nearly all heads, decides
+# whether 16 bytes are moved at once.
+_COUNTS = ["heads", "group", "rows", "maps", "projected_maps", "fourth_maps"]
+_PLACE_COUNTS = ["w_b", "w_h", "heads", "past", "tokens", "known", "columns"]
 _KEY_COUNTS = ["o_b", "o_h", "heads", "tokens", "a_b", "a_h", "b_b", "b_h"]
 
 
-def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int) -> Tensor:
+def widen_query(
+    query: Tensor,
+    maps: Sequence[QueryMap],
+    *,
+    scale: float,
+    width: int,
+    bases: Tensor | None = None,
+) -> Tensor:
     """See the package."""
     query = query if query.stride(3) == 1 else query.contiguous()
     batch, heads, rows, size = query.shape
     out = query.new_empty(batch, heads, rows, width)
-    held = [m.basis for m in maps if m.basis is not None]
-    bases = None
-    if held:
-        bases = held[0].unsqueeze(0) if len(held) == 1 else torch.stack(held)
-        bases = bases.contiguous()
     turn = maps[0].transform
     matrix = None
     if isinstance(turn, Rotation):
         matrix = signs(turn, device=query.device, dtype=torch.float32)
-    rank = 1 if bases is None else bases.shape[4]
     shrink = 1.0 if turn is None else 1.0 / size  # the matrix is H sqrt(D)
     with on_device(query.device):
         _widen[(triton.cdiv(rows, ROWS), batch * heads)](
@@ -51,20 +60,20 @@ def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width:
             heads,
             1 if bases is None else heads // bases.shape[2],
             rows,
+            len(maps),
+            sum((m.basis is not None) << i for i, m in enumerate(maps)),
+            sum((m.power == 4) << i for i, m in enumerate(maps)),
             D=size,
             BD=triton.next_power_of_2(max(16, size)),
             WIDTH=width,
             BW=triton.next_power_of_2(max(1, width - size)),
             BM=ROWS,
-            MAPS=len(maps),
-            PROJECTED=sum((m.basis is not None) << i for i, m in enumerate(maps)),
-            FOURTH=sum((m.power == 4) << i for i, m in enumerate(maps)),
+            FOURTH=any(m.power == 4 for m in maps),
             GROUP=maps[0].group_size,
-            RANK=rank,
-            BR=triton.next_power_of_2(max(16, rank)),
+            RANK=1 if bases is None else bases.shape[3],
+            UNROLL=UNROLLED,
             EXACT=products(query.dtype, query.device),
-            SPLIT=products(torch.float32, query.device),
-            num_warps=8,
+            num_warps=WARPS,
             num_stages=1,
         )
     return out
@@ -73,9 +82,10 @@ def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width:
 @triton.jit(do_not_specialize=_COUNTS)
 def _widen(
     q, q_b, q_h, q_m, out, bases, matrix, second, fourth, heads, group, rows,
+    maps, projected_maps, fourth_maps,
     D: tl.constexpr, BD: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr, BM: tl.constexpr,
-    MAPS: tl.constexpr, PROJECTED: tl.constexpr, FOURTH: tl.constexpr, GROUP: tl.constexpr,
-    RANK: tl.constexpr, BR: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
+    FOURTH: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, UNROLL: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(1).to(tl.int64)
     batch, head = line // heads, line % heads
@@ -88,12 +98,10 @@ def _widen(
     target = out + (line * rows + row)[:, None] * WIDTH
     tl.store(target + channel[None, :], held, mask=inside)
     spare = tl.arange(0, BW)
-    used: tl.constexpr = MAPS * (D // GROUP)
-    empty = (spare >= used) & (spare < WIDTH - D)
+    empty = (spare >= maps * (D // GROUP)) & (spare < WIDTH - D)
     nothing = tl.zeros([BM, BW], out.dtype.element_ty)
     tl.store(target + D + spare[None, :], nothing, mask=live[:, None] & empty[None, :])
     x = held.to(tl.float32)
-    rank = tl.arange(0, BR)
     number = tl.arange(0, BD // GROUP)
     own = (number < D // GROUP)[None, :] & live[:, None]
     basis = q
@@ -108,27 +116,79 @@ def _widen(
         within = (channel < D)[None, :] & (channel < D)[:, None]
         turn = tl.load(square, mask=within, other=0.0)
     # A loop that stays one: written out, the compiler mixes the maps and runs out of registers.
-    for number_of_map in range(MAPS):
+    for number_of_map in range(maps):
         seen = x
-        if PROJECTED > 0:
-            projected = (PROJECTED >> number_of_map) & 1
-            place = basis + channel[:, None] * RANK + rank[None, :]
-            some = (channel < D * projected)[:, None] & (rank < RANK)[None, :]
-            span = tl.load(place, mask=some, other=0.0).to(tl.float32)
-            part = tl.dot(x, span, input_precision=EXACT)
-            seen = x - tl.dot(part, tl.trans(span), input_precision=SPLIT)
-            basis += projected * lines.to(tl.int64) * (D * RANK)
+        if bases is not None:
+            projected = (projected_maps >> number_of_map) & 1
+            if projected == 1:
+                for direction in tl.range(0, RANK, loop_unroll_factor=UNROLL):
+                    place = basis + direction * D + channel
+                    along = tl.load(place, mask=channel < D, other=0.0).to(tl.float32)
+                    share = tl.sum(x * along[None, :], 1)
+                    seen -= share[:, None] * along[None, :]
+                basis += lines.to(tl.int64) * (D * RANK)
         if matrix is not None:
             seen = tl.dot(seen, turn, input_precision=EXACT)
         powers = seen * seen
         weight = second
-        if FOURTH > 0:
-            raised = (FOURTH >> number_of_map) & 1
+        if FOURTH:
+            raised = (fourth_maps >> number_of_map) & 1
             powers *= raised * powers + (1 - raised)
             weight = raised * fourth + (1 - raised) * second
         sums = tl.sum(tl.reshape(powers, [BM, BD // GROUP, GROUP]), 2) * weight
         place = target + D + number_of_map * (D // GROUP) + number[None, :]
         tl.store(place, sums.to(out.dtype.element_ty), mask=own)
+
+
+def place_key_columns(out: Tensor, placement: Placement) -> None:
+    """See the package."""
+    batch, heads, tokens, columns = out.shape
+    weights, past = placement.weights, placement.tokens
+    known = placement.tiles.shape[0]
+    with on_device(out.device):
+        _place[(known + triton.cdiv(tokens - past, TOKENS), batch * heads)](
+            out,
+            *out.stride()[:3],
+            weights,
+            *weights.stride()[:3],
+            placement.tiles,
+            placement.origins,
+            heads,
+            past,
+            tokens,
+            known,
+            placement.columns,
+            COLUMNS=columns,
+            BF=triton.next_power_of_2(columns),
+            BT=TOKENS,
+            num_warps=4 if columns <= 32 else 8,
+        )
+
+
+@triton.jit(do_not_specialize=_PLACE_COUNTS)
+def _place(
+    out, o_b, o_h, o_t, weights, w_b, w_h, w_t, tiles, origins, heads, past, tokens, known, columns,
+    COLUMNS: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(1).to(tl.int64)
+    batch, head = line // heads, line % heads
+    tile = tl.program_id(0)
+    old = tile < known
+    entry = tiles + tl.minimum(tile, known - 1) * 4
+    later = past + (tile - known) * BT  # rows behind the history: zeros
+    first = tl.where(old, tl.load(entry), later).to(tl.int64)
+    count = tl.where(old, tl.load(entry + 1), tokens - later)
+    source = tl.load(entry + 2).to(tl.int64)
+    token = tl.arange(0, BT)
+    column = tl.arange(0, BF)
+    live = token < count
+    origin = tl.load(origins + tl.load(entry + 3) * columns + column, column < columns, other=-1)
+    origin = tl.where(old, origin, -1)
+    held = weights + batch * w_b + head * w_h + (source + token)[:, None] * w_t + origin[None, :]
+    values = tl.load(held, mask=live[:, None] & (origin >= 0)[None, :], other=0.0)
+    target = out + batch * o_b + head * o_h + (first + token)[:, None] * o_t + column[None, :]
+    inside = live[:, None] & (column < COLUMNS)[None, :]
+    tl.store(target, values.to(out.dtype.element_ty), mask=inside)
 
 
 def fill_key_columns(out: Tensor, blocks: Sequence[tuple[int, Tensor]]) -> None:
