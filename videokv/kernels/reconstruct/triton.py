@@ -1,9 +1,10 @@
 """The Triton kernel: a program reconstructs a block of tokens of one head in registers.
 
 Bytes per element that must move: bits / 8 and the steps in, the output's width out; centroid tables
-and the rotation matrix stay in the caches. The rotation is a product of the block with the matrix
-(FP16 operands for 8- and 16-bit outputs, each token scaled by its largest value, so the operands'
-rounding is 2^-12 of it; three TF32 products for float32). With a rotation or a repair a program
+and the rotation matrix stay in the caches. The rotation is a product of the block with the matrix;
+for 8- and 16-bit outputs of FP16 operands, exact where E4M3 steps and signs allow it
+(``turned_codes``), else each token scaled by its largest value, so that the operands' rounding is
+2^-12 of it; for float32 three TF32 products. With a rotation or a repair a program
 walks over a stretch of blocks and fetches their matrices once. Tokens, heads and table sizes are
 plain arguments: a new length compiles nothing.
 """

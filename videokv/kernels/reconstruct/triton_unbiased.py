@@ -8,8 +8,9 @@ that are no power of two have a rounded matrix, several steps a token rounded ra
 centroids are a product too, of the labels' indicator E with the table, which E4M3 makes exact.
 
 A program stays with one head and walks over blocks of tokens, so the matrix (32 KiB at 128
-channels, as much as two blocks of output) is fetched once a stretch. Codes come in whole words:
-3-bit codes as three 32-bit words of 32 codes where rows are made of them.
+channels, as much as two blocks of output) is fetched once a stretch. Codes are turned where they
+were loaded (``turned_codes``); with several steps a token they are unpacked first, 3-bit codes from
+three 32-bit words of 32 codes where rows are made of them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def rotation_rows(matrix, D: tl.constexpr, BD: tl.constexpr, SLOTS: tl.constexpr
         row = first + slot
         square = matrix + row[:, None] * D + column[None, :]
         inside = (row < D)[:, None] & (column < D)[None, :]
-        rows = rows + (tl.load(square, mask=inside, other=0),)  # noqa: RUF005 - jitted code
+        rows = rows + (tl.load(square, mask=inside, other=0),)  # type: ignore[assignment]
     return rows
 
 
@@ -85,13 +85,12 @@ def turned_codes(
     step = tl.reshape(step, [BT, columns])
     if ZERO == 0:
         values = tl.zeros([BT, BD], dtype=tl.float32)
-        origin: tl.constexpr = 1024.0 + REACH
     else:
         group = tl.arange(0, sums.shape[0])
         each = row[:, None] * groups + group[None, :]
         offset = tl.load(zeros + each, mask=live[:, None] & (group < groups), other=0)
         values = tl.dot(offset.to(sums.dtype), sums, input_precision=PRECISION)
-        origin: tl.constexpr = 1024.0
+    origin: tl.constexpr = 1024.0 + (REACH if ZERO == 0 else 0.0)
     bits = bits.to(tl.int32)
     for slot in tl.static_range(SLOTS):
         # 1024 + n is FP16's bits 0x6400 + n: two cheap operations instead of a conversion.
@@ -113,6 +112,7 @@ def turned_odd_codes(
     turn: of ``rotation_rows``; SLOTS: codes of a byte, or of three bytes with 3 bits (8).
     """
     columns: tl.constexpr = BD // SLOTS
+    top: tl.constexpr = 24 if BITS == 3 else 8
     column = tl.arange(0, columns)
     if BITS == 3:
         place = packed + row[:, None] * ROW_BYTES + (column * 3)[None, :]
@@ -120,12 +120,10 @@ def turned_odd_codes(
         bits = tl.load(place, mask=inside, other=0).to(tl.int32) << 16
         bits |= tl.load(place + 1, mask=inside, other=0).to(tl.int32) << 8
         bits |= tl.load(place + 2, mask=inside, other=0).to(tl.int32)
-        top: tl.constexpr = 24
     else:
         place = packed + row[:, None] * ROW_BYTES + column[None, :]
         inside = live[:, None] & (column < ROW_BYTES)[None, :]
         bits = tl.load(place, mask=inside, other=0).to(tl.int32)
-        top: tl.constexpr = 8
     for slot in tl.static_range(SLOTS):
         # Doubled: shifted by one bit less.
         code = ((bits << 1) >> (top - BITS - BITS * slot)) & ((2 << BITS) - 2) | 0x6400
