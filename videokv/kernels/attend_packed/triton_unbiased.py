@@ -87,10 +87,8 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
     lse = lses.logsumexp(0)
     shares = (lses - lse).exp().unsqueeze(-1)
     out = _values((sums * shares).sum(0), (masses * shares).sum(0), call)
-    return (
-        out.reshape(batch, heads, queries, value_dim),
-        lse.reshape(batch, heads, queries),
-    )
+    rows = batch * heads * queries
+    return out.reshape(1, rows, value_dim), lse.reshape(1, rows)
 
 
 def _rotated(call: PackedCall) -> Tensor:
