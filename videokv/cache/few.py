@@ -17,9 +17,6 @@ import torch
 from torch import Tensor
 
 from videokv.cache.chunks import Chunk, PackedChunk
-from videokv.corrections.calibrated import Calibrated
-from videokv.corrections.measured import Measured
-from videokv.corrections.taylor import Taylor
 from videokv.kernels.attend_packed import MAX_ROWS, PackedCall, attend_all, kernel_refusal
 from videokv.kernels.attend_packed.call import key_steps
 from videokv.kernels.gpu import checked_refusal, disagreement, say_once
@@ -30,7 +27,7 @@ from videokv.protocols import Correction, Packed
 __all__ = ["MOST_PACKED_QUERIES", "attend_all", "packed_calls"]
 
 MOST_PACKED_QUERIES = 16
-_LINEAR = (Taylor, Calibrated, Measured)  # weights: factors times squared steps
+_LINEAR = ("taylor", "calibrated", "measured")  # weights: factors times squared steps
 _STEPS_TOLERANCE = 1e-5
 
 Noise = tuple[ScoreNoise, ...]
@@ -104,44 +101,45 @@ def _reading(chunk: PackedChunk, correction: Correction | None) -> _Reading | st
         return f"{type(keys).__name__} cannot be read packed"
     if correction is None:
         return _Reading(key_parts, value_parts, (), False, None)
-    if isinstance(correction, _LINEAR) and _steps_are_noise(keys, key_parts):
-        factors = _factors(keys, key_parts, correction, chunk.factors)
-        return _Reading(key_parts, value_parts, (), True, factors)
     noise = correction.noise(keys, chunk.factors)
+    if correction.name in _LINEAR and _of_steps(noise, key_parts):
+        factors = _factors(keys, key_parts, correction, chunk.factors)
+        if _agrees(noise[0], keys, key_parts, correction, factors):
+            return _Reading(key_parts, value_parts, (), True, factors)
     if any(term.exact for term in noise):
         return "the exact correction is no product"
     return _Reading(key_parts, value_parts, noise, False, None)
 
 
-def _steps_are_noise(keys: Packed, parts: Parts) -> bool:
-    """Whether the chunk's noise is its squared steps, as the kernels would compute them.
+def _of_steps(noise: Noise, parts: Parts) -> bool:
+    """Whether the noise has the form of the chunk's squared steps, as the kernels find them."""
+    if len(noise) != 1 or noise[0].exact or parts.axis != "token" or parts.low_rank is not None:
+        return False
+    same = noise[0].query_map.same_as(QueryMap(parts.group_size, parts.rotation))
+    return same and noise[0].weights.shape == (*parts.shape[:3], parts.steps.shape[3])
 
-    The numbers are compared once for every kind of chunk (which synchronises), the form always.
-    """
-    if parts.axis != "token" or parts.low_rank is not None:
-        return False
-    terms = keys.noise()
-    mapped = QueryMap(parts.group_size, parts.rotation)
-    if len(terms) != 1 or terms[0].exact or not terms[0].query_map.same_as(mapped):
-        return False
-    weights = terms[0].weights
-    if weights.shape != (*parts.shape[:3], parts.steps.shape[3]):
-        return False
+
+def _agrees(
+    term: ScoreNoise, keys: Packed, parts: Parts, correction: Correction, factors: Tensor | None
+) -> bool:
+    """Whether its numbers are the steps' too: compared once for every kind of chunk, which
+    synchronises."""
 
     def check() -> str | None:
-        small = parts.corner(2)
-        wanted = weights[:2, :2]
-        return disagreement(key_steps(small).square(), wanted, tolerance=_STEPS_TOLERANCE)
+        found = key_steps(parts.corner(2)).square()
+        if factors is not None:
+            found = found * factors[:2, :2].unsqueeze(2)
+        return disagreement(found, term.weights[:2, :2], tolerance=_STEPS_TOLERANCE)
 
-    config = (type(keys), parts.config())
-    return checked_refusal("steps as noise", config, weights.device, check) is None
+    config = (type(keys), parts.config(), correction)
+    return checked_refusal("steps as noise", config, term.weights.device, check) is None
 
 
 def _factors(
     keys: Packed, parts: Parts, correction: Correction, factors: Tensor | None
 ) -> Tensor | None:
     """What the correction multiplies squared steps by: float32 ``[B, Hkv, G]``, None for 1."""
-    if isinstance(correction, Taylor):
+    if correction.name == _LINEAR[0]:
         return None
     (term,) = correction.noise(_Ones(keys, parts), factors)
     batch, heads = parts.shape[:2]
