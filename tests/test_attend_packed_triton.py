@@ -149,3 +149,12 @@ def test_a_table_is_kept_for_the_same_chunks_only():
         triton_words._table(some, programs=12, block=32) for some in (calls, calls, calls[1:])
     ]
     assert tables[0] is tables[1] and tables[2].shape[0] < tables[0].shape[0]
+
+
+@pytest.mark.parametrize("name", ["rtn", "eighty"])
+def test_more_rows_than_one_tile(name):
+    call = by_steps(make_call(name, queries=9, tokens=70))
+    got, lse = kernel.attend_packed(call)
+    want, want_lse = reference.attend_packed(call)
+    assert call.rows > triton_words.Tuning.few_rows
+    assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5

@@ -12,7 +12,6 @@ of the query that each program finds out for itself.
 
 from __future__ import annotations
 
-import struct
 import weakref
 from collections.abc import Sequence
 
@@ -22,22 +21,23 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.attend.tiles import padded
+from videokv.kernels.attend_packed import triton_words_wide
 from videokv.kernels.attend_packed.call import PackedCall
 from videokv.kernels.attend_packed.splits import LOG2_E
+from videokv.kernels.attend_packed.words import CODES, side_of, slot_of, spread
 from videokv.kernels.blocks import reach_of
 from videokv.kernels.gpu import on_device, products
-from videokv.kernels.numbers import decode_e4m3
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.tensors import E4M3
 
-CODES = 8  # of a word
 WIDTH = 16  # of a row of the table, see _entry
 
 
 class Tuning:
-    """programs: in flight on a large GPU, for as many tokens; tokens of a block; warps; stages.
-    For up to 16 query rows of a KV head, and for more."""
+    """Programs in flight on a large GPU, tokens of a block, warps and stages, for up to
+    ``few_rows`` query rows of a KV head, and (by ``triton_words_wide``) for more."""
 
+    few_rows = 16
     few = (2112, 32, 1, 3)
     many = (528, 64, 4, 2)
 
@@ -65,6 +65,11 @@ def _fits(parts: Parts) -> bool:
     )
 
 
+def in_pairs(query: Tensor) -> bool:
+    """Whether two values of 16 bits are handled at once, by instructions of the GPU."""
+    return query.is_cuda and query.dtype != torch.float32
+
+
 def same_launch(first: PackedCall, other: PackedCall) -> bool:
     """Whether two calls of one query can be one launch."""
     return all(
@@ -81,14 +86,15 @@ def split_attention(calls: Sequence[PackedCall]) -> tuple[Tensor, Tensor]:
     query = call.query
     if call.keys.rotation is not None:
         query = call.keys.rotation.apply(query.float()).to(query.dtype)
-    programs, block, warps, stages = Tuning.few if rows <= 16 else Tuning.many
+    programs, block, warps, stages = Tuning.few if rows <= Tuning.few_rows else Tuning.many
     table = _table(calls, programs=programs, block=block)
     splits = table.shape[0]
     device = query.device
     parts = torch.empty(splits, batch * heads * queries, value_dim, device=device)
     lses = torch.empty(splits, batch * heads * queries, device=device)
     with on_device(device):
-        _kernel[(splits, batch * kv_heads)](
+        kernel = _kernel if rows <= Tuning.few_rows else triton_words_wide.kernel
+        kernel[(splits, batch * kv_heads)](
             table,
             query.contiguous(),
             parts,
@@ -102,7 +108,7 @@ def split_attention(calls: Sequence[PackedCall]) -> tuple[Tensor, Tensor]:
             ROWS=rows,
             BM=padded(rows),
             BN=block,
-            FAST=device.type == "cuda" and query.dtype != torch.float32,
+            FAST=in_pairs(query),
             PRECISION=products(query.dtype, device),
             num_warps=warps,
             num_stages=stages,
@@ -142,7 +148,11 @@ def _filled_table(calls: Sequence[PackedCall], *, programs: int, block: int) -> 
         step = -(-length // own // block) * block
         for begin in range(0, length, step):
             rows.append([*_entry(call), begin, min(length, begin + step)])
-    return torch.tensor(rows, dtype=torch.int64).to(calls[0].query.device)
+    table = torch.tensor(rows, dtype=torch.int64)
+    device = calls[0].query.device
+    if device.type == "cuda":  # from pinned memory, the copy is not waited for
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
 
 
 def _entry(call: PackedCall) -> list[int]:
@@ -182,88 +192,6 @@ def _options(parts: Parts, prefix: str) -> dict:
         "SCALED": parts.scale is not None,
     }
     return {f"{prefix}_{name}": value for name, value in constants.items()}
-
-
-def _asm(slot: int, reach: int, *, half: bool) -> str:
-    """Two words in a register to the values of one slot: (code - reach) * step + zero."""
-    free = 10 if half else 7
-    bit = 2 * slot
-    shift = 0
-    if bit + 2 > free:
-        shift = 8 if half else (6 if bit < 12 else 12)
-    bit -= shift
-    kind, base = ("f16x2", 1 << 10) if half else ("bf16x2", 1 << 7)
-    mask, one = 0x00010001 * (3 << bit), 0x00010001 * _bits(base, half)
-    factor = 0x00010001 * _bits(2.0**-bit, half)
-    offset = 0x00010001 * _bits(-(base * 2.0**-bit) - reach, half)
-    return f"""{{
-    .reg .b32 w, f, o;
-    shr.u32 w, $1, {shift};
-    lop3.b32 w, w, {mask:#x}, {one:#x}, 0xEA;
-    mov.b32 f, {factor:#x};
-    mov.b32 o, {offset:#x};
-    fma.rn.{kind} w, w, f, o;
-    fma.rn.{kind} $0, w, $2, $3;
-    }}"""
-
-
-def _bits(number: float, half: bool) -> int:
-    if half:
-        return int.from_bytes(struct.pack("<e", number), "little")
-    return int.from_bytes(struct.pack("<f", number), "little") >> 16
-
-
-ASM_BF16 = tl.constexpr([[_asm(s, r, half=False) for s in range(CODES)] for r in range(2)])
-ASM_FP16 = tl.constexpr([[_asm(s, r, half=True) for s in range(CODES)] for r in range(2)])
-
-
-@triton.jit
-def _slot(word, step, zero, SLOT: tl.constexpr, REACH: tl.constexpr, FAST: tl.constexpr):
-    """The values of one slot of words (int16), in the dtype of step and zero."""
-    if FAST:
-        if step.dtype == tl.bfloat16:
-            found = tl.inline_asm_elementwise(
-                ASM_BF16[REACH][SLOT], "=r,r,r,r", [word, step, zero],
-                dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            found = tl.inline_asm_elementwise(
-                ASM_FP16[REACH][SLOT], "=r,r,r,r", [word, step, zero],
-                dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-    else:
-        code = ((word.to(tl.int32) >> (2 * SLOT)) & 3) - REACH
-        found = (code.to(tl.float32) * step.to(tl.float32) + zero.to(tl.float32)).to(step.dtype)
-    return found
-
-
-@triton.jit
-def _spread(x, BN: tl.constexpr, BG: tl.constexpr, EACH: tl.constexpr):
-    """Numbers of groups [BN, BG] for each of their words [BN, BG EACH]."""
-    wide = tl.broadcast_to(x[:, :, None], [BN, BG, EACH])
-    return tl.reshape(wide, [BN, BG * EACH])
-
-
-@triton.jit
-def _side(
-    codes, steps, zeros, head, token, live, tokens, TYPE: tl.constexpr,
-    D: tl.constexpr, BW: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Words int16, steps and zeros of tokens: each [BN, BW]; 0 outside."""
-    line = head * tokens + token
-    word = tl.arange(0, BW)
-    held = live[:, None] & (word < D // 8)[None, :]
-    words = tl.load(codes + line[:, None] * (D // 8) + word[None, :], mask=held, other=0)
-    each: tl.constexpr = GROUP // 8
-    groups: tl.constexpr = BW // each
-    group = tl.arange(0, groups)
-    place = line[:, None] * (D // GROUP) + group[None, :]
-    held = live[:, None] & (group < D // GROUP)[None, :]
-    step = decode_e4m3(tl.load(steps + place, mask=held, other=0)).to(TYPE)
-    zero = tl.zeros([BN, groups], TYPE)
-    if ZERO is not None:
-        zero = tl.load(zeros + place, mask=held, other=0).to(TYPE)
-    return words, _spread(step, BN, groups, each), _spread(zero, BN, groups, each)
 
 
 @triton.jit
@@ -339,7 +267,7 @@ def _kernel(
             at = tl.load(entry + 8).to(number) + head * (K_D // K_GROUP) + group
             phi *= tl.load(at, mask=group < K_D // K_GROUP, other=0.0)[None, :]
         # Squares are multiplied by 1/4, to stay within FP16.
-        phi = _spread(phi * (-4.0 * feature_scale * k_scale), BM, groups, each)
+        phi = spread(phi * (-4.0 * feature_scale * k_scale), BM, groups, each)
         high = phi.to(TYPE)
         low = (phi - high.to(tl.float32)).to(TYPE)
         place = (word % each)[None, :]
@@ -359,7 +287,7 @@ def _kernel(
     for first in range(begin, end, BN):
         token = first + tl.arange(0, BN)
         live = token < end
-        w, step, zero = _side(
+        w, step, zero = side_of(
             k_codes, k_steps, k_zeros, head, token, live, tokens, TYPE, K_D, KW, K_GROUP,
             K_ZERO, BN,
         )  # fmt: skip
@@ -381,19 +309,19 @@ def _kernel(
         shrink = tl.math.exp2(peak - higher)
         total = total * shrink + tl.sum(shares, 1)
         p = shares.to(TYPE)
-        w, step, zero = _side(
+        w, step, zero = side_of(
             v_codes, v_steps, v_zeros, head, token, live, tokens, TYPE, V_D, VW, V_GROUP,
             V_ZERO, BN,
         )  # fmt: skip
         s = shrink[:, None]
-        acc0 = tl.dot(p, _slot(w, step, zero, 0, V_REACH, FAST), acc0 * s, PRECISION)
-        acc1 = tl.dot(p, _slot(w, step, zero, 1, V_REACH, FAST), acc1 * s, PRECISION)
-        acc2 = tl.dot(p, _slot(w, step, zero, 2, V_REACH, FAST), acc2 * s, PRECISION)
-        acc3 = tl.dot(p, _slot(w, step, zero, 3, V_REACH, FAST), acc3 * s, PRECISION)
-        acc4 = tl.dot(p, _slot(w, step, zero, 4, V_REACH, FAST), acc4 * s, PRECISION)
-        acc5 = tl.dot(p, _slot(w, step, zero, 5, V_REACH, FAST), acc5 * s, PRECISION)
-        acc6 = tl.dot(p, _slot(w, step, zero, 6, V_REACH, FAST), acc6 * s, PRECISION)
-        acc7 = tl.dot(p, _slot(w, step, zero, 7, V_REACH, FAST), acc7 * s, PRECISION)
+        acc0 = tl.dot(p, slot_of(w, step, zero, 0, V_REACH, FAST), acc0 * s, PRECISION)
+        acc1 = tl.dot(p, slot_of(w, step, zero, 1, V_REACH, FAST), acc1 * s, PRECISION)
+        acc2 = tl.dot(p, slot_of(w, step, zero, 2, V_REACH, FAST), acc2 * s, PRECISION)
+        acc3 = tl.dot(p, slot_of(w, step, zero, 3, V_REACH, FAST), acc3 * s, PRECISION)
+        acc4 = tl.dot(p, slot_of(w, step, zero, 4, V_REACH, FAST), acc4 * s, PRECISION)
+        acc5 = tl.dot(p, slot_of(w, step, zero, 5, V_REACH, FAST), acc5 * s, PRECISION)
+        acc6 = tl.dot(p, slot_of(w, step, zero, 6, V_REACH, FAST), acc6 * s, PRECISION)
+        acc7 = tl.dot(p, slot_of(w, step, zero, 7, V_REACH, FAST), acc7 * s, PRECISION)
         peak = higher
     line = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * ROWS + row
     tl.store(lses + line, (peak + tl.log2(total)) * 0.6931471805599453, mask=asked)
@@ -417,7 +345,7 @@ def _plus(
     scores, q, word, step, zero, SLOT: tl.constexpr, REACH: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    keys = _slot(word, step, zero, SLOT, REACH, FAST)
+    keys = slot_of(word, step, zero, SLOT, REACH, FAST)
     return tl.dot(q, tl.trans(keys), acc=scores, input_precision=PRECISION)
 
 
