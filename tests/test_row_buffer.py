@@ -104,5 +104,7 @@ def test_few_queries_read_packed_chunks(name, monkeypatch):
         q, k, v = (torch.randn(1, heads, 2, 64, generator=generator) for heads in (4, 2, 2))
         outputs.append(cache.attend(0, q, k, v, causal=True))
         assert (len(calls) > before) == packed
+        by_steps = name.partition("+")[2] in ("calibrated", "taylor", "measured")
+        assert not packed or all(call.by_steps == by_steps for call in calls[-1])
         assert (cache.decode_calls == decoded) == packed
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)

@@ -6,7 +6,8 @@ read once. Keys and values are unpacked into registers, rounded to the query's d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 
 import torch
 import triton
@@ -67,27 +68,52 @@ def _launches(calls: Sequence[PackedCall]) -> list[PackedCall | list[PackedCall]
     """Calls on their own, and lists of calls for one launch."""
     found: list[PackedCall | list[PackedCall]] = []
     together: list[PackedCall] = []
+    wanted: Hashable = None
     for call in calls:
-        fits = triton_words.serves(call) and triton_words.contiguous(call)
-        if fits and (not together or triton_words.same_launch(together[0], call)):
+        kind = _kind(call)
+        if kind is not None and (not together or kind == wanted):
+            wanted = kind
             together.append(call)
         else:
             found.append(call)
     return [together, *found] if together else found
 
 
+# Keys, and what was found out about them beside their values; those never change either.
+_kinds: weakref.WeakKeyDictionary[Parts, tuple[weakref.ref[Parts], Hashable]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _kind(call: PackedCall) -> Hashable:
+    """What calls of one launch have in common; None where the kernel of words does not serve."""
+    if call.extra_query is not None:
+        return None
+    kept = _kinds.get(call.keys)
+    if kept is None or kept[0]() is not call.values:
+        fits = triton_words.serves(call) and triton_words.contiguous(call)
+        sides = triton_words.launch_config(call) if fits else None
+        kept = _kinds[call.keys] = (weakref.ref(call.values), sides)
+    return None if kept[1] is None else (kept[1], call.by_steps, call.factors is None)
+
+
 def _merged(call: PackedCall, other: Part | None, dtype: torch.dtype) -> Part:
     """One chunk by itself, merged with what was found before."""
-    if triton_words.serves(call) and triton_words.contiguous(call):
+    labels = None
+    if _kind(call) is not None:
         parts, lses = triton_words.split_attention([call])
         rotation = call.values.rotation
     elif triton_unbiased.serves(call):
-        parts, lses = triton_unbiased.attend_packed(call.with_columns())
-        rotation = None
+        parts, lses, masses = triton_unbiased.split_attention(call)
+        assert call.values.centres is not None
+        labels = masses, call.values.centres
+        rotation = call.values.rotation
     else:
         parts, lses = _split_attention(call.with_columns())
         rotation = call.values.rotation
-    return merge(parts, lses, call.query, other=other, rotation=rotation, dtype=dtype)
+    return merge(
+        parts, lses, call.query, other=other, rotation=rotation, labels=labels, dtype=dtype
+    )
 
 
 def _split_attention(call: PackedCall) -> tuple[Tensor, Tensor]:

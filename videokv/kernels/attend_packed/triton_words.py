@@ -13,7 +13,7 @@ of the query that each program finds out for itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import triton
@@ -70,12 +70,10 @@ def in_pairs(query: Tensor) -> bool:
     return query.is_cuda and query.dtype != torch.float32
 
 
-def same_launch(first: PackedCall, other: PackedCall) -> bool:
-    """Whether two calls of one query can be one launch."""
-    return all(
-        a.config() == b.config() and a.rotation == b.rotation
-        for a, b in ((first.keys, other.keys), (first.values, other.values))
-    ) and (first.by_steps, first.factors is None) == (other.by_steps, other.factors is None)
+def launch_config(call: PackedCall) -> tuple[Hashable, ...]:
+    """Equal for calls of one query whose keys and values can be read by one launch."""
+    sides = (call.keys, call.values)
+    return tuple((side.shape[:2], side.config(), side.rotation) for side in sides)
 
 
 def split_attention(calls: Sequence[PackedCall]) -> tuple[Tensor, Tensor]:
