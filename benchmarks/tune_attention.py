@@ -221,17 +221,19 @@ def decode_cache(name: str) -> Any:
     return cache
 
 
-def decode_error(cache: Any, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Of the packed read against the decoded chunk, relative norm."""
+def decode_wanted(cache: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the decoded chunk gives in float32."""
     from videokv.attention import attend
     from videokv.protocols import Segment
 
-    past = cache.view(0)
-    wide = [
-        replace(s, keys=s.keys.float(), values=s.values.float()) for s in (*past, Segment(k, v))
-    ]
-    want = attend(q.float(), wide, backend="sdpa")[0]
-    return float((cache.attend(0, q, k, v).float() - want).norm() / want.norm())
+    parts = [*cache.view(0), Segment(k, v)]
+    wide = [Segment(s.keys.float(), s.values.float(), noise=s.noise) for s in parts]
+    return attend(q.float(), wide, backend="sdpa")[0]
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """Relative norm of the difference."""
+    return float((got.float() - want).norm() / want.norm())
 
 
 # kernel (rows up to which the one for few rows serves), programs, tokens of a block, warps, stages
@@ -263,7 +265,8 @@ def decode(tuner: Tuner) -> None:
 
             label = f"decode {name} {queries}"
             with tuner.attempt(label):
-                say(f"{label}: error {decode_error(cache, q, k, v):.1e}")
+                want = decode_wanted(cache, q, k, v)
+                say(f"{label}: error {off(run(), want):.1e}")
                 _profile(label, run, most=8)
                 say(f"{label}: captured {graph_ms(run):.3f} ms")
             if not name.startswith("rtn"):
@@ -274,7 +277,7 @@ def decode(tuner: Tuner) -> None:
                 before = Tuning.few_rows, Tuning.few, Tuning.many
                 Tuning.few_rows, Tuning.few, Tuning.many = variant[0], variant[1:], variant[1:]
                 with tuner.attempt(f"{label} {variant}"):
-                    error = decode_error(cache, q, k, v)
+                    error = off(run(), want)
                     ms = graph_ms(run)
                     say(f"{label} {variant}: captured {ms:.3f} ms, error {error:.1e}")
                 Tuning.few_rows, Tuning.few, Tuning.many = before
