@@ -210,37 +210,78 @@ def graph_ms(run: Callable[[], Any]) -> float:
     return milliseconds(graph.replay)
 
 
-def decode(tuner: Tuner) -> None:
-    """A few queries on one packed chunk: programs, tokens of a block, and a captured call."""
-    from videokv.kernels.attend_packed import splits
-    from videokv.kernels.attend_packed import triton as packed
+def decode_cache(name: str) -> Any:
+    """A cache of one layer and one packed chunk of DECODE_TOKENS tokens."""
     from videokv.recipes import recipe
 
-    cache = recipe("rtn-2bit+taylor").new_cache(layers=1)
+    cache = recipe(name).new_cache(layers=1)
     k, v = (draw(1, DECODE_KV_HEADS, DECODE_TOKENS, SIZE, seed=seed) for seed in (2, 3))
     cache.write(0, 0, k, v, draw(1, DECODE_HEADS, DECODE_TOKENS, SIZE, seed=1))
     cache.commit(DECODE_TOKENS)
-    del k, v
-    for queries in (1, 16):
-        q = draw(1, DECODE_HEADS, queries, SIZE, seed=4)
-        k, v = (draw(1, DECODE_KV_HEADS, queries, SIZE, seed=seed) for seed in (5, 6))
+    return cache
 
-        def run(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return cache.attend(0, q, k, v)
 
-        with tuner.attempt(f"decode {queries}"):
-            _profile(f"decode {queries}", run, most=6)
-        for programs, block in ((512, 64), (1024, 64), (2048, 64), (1024, 128), (1024, 32)):
-            label = f"decode {queries} programs {programs} block {block}"
-            if tuner.over(label):
-                return
-            before = splits.PROGRAMS, splits.BLOCK_TOKENS
-            splits.PROGRAMS, splits.BLOCK_TOKENS = programs, block
-            packed.BLOCK_TOKENS = block
+def decode_wanted(cache: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the decoded chunk gives in float32."""
+    from videokv.attention import attend
+    from videokv.protocols import Segment
+
+    parts = [*cache.view(0), Segment(k, v)]
+    wide = [Segment(s.keys.float(), s.values.float(), noise=s.noise) for s in parts]
+    return attend(q.float(), wide, backend="sdpa")[0]
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """Relative norm of the difference."""
+    return float((got.float() - want).norm() / want.norm())
+
+
+# kernel (rows up to which the one for few rows serves), programs, tokens of a block, warps, stages
+DECODE_FEW = (
+    (16, 2112, 32, 1, 3), (16, 2112, 32, 1, 4), (16, 1584, 32, 1, 3), (16, 3168, 32, 1, 3),
+    (16, 4224, 32, 1, 2), (16, 1056, 64, 1, 2), (16, 1056, 64, 1, 3), (16, 1056, 32, 2, 3),
+    (0, 528, 64, 4, 2), (0, 528, 128, 4, 2),
+)  # fmt: skip
+DECODE_MANY = (
+    (16, 264, 64, 4, 2), (16, 528, 64, 4, 2), (16, 528, 64, 4, 3), (16, 264, 128, 4, 2),
+    (16, 264, 128, 8, 2), (64, 264, 64, 4, 2),
+)  # fmt: skip
+
+
+def decode(tuner: Tuner) -> None:
+    """A few queries on one packed chunk: launches, then variants, each checked first."""
+    from videokv.kernels.attend_packed.triton_words import Tuning
+
+    for name in ("rtn-2bit+taylor", "videokv-2bit+calibrated"):
+        if tuner.over(name):
+            return
+        cache = decode_cache(name)
+        for queries in (1, 16):
+            q = draw(1, DECODE_HEADS, queries, SIZE, seed=4)
+            k, v = (draw(1, DECODE_KV_HEADS, queries, SIZE, seed=seed) for seed in (5, 6))
+
+            def run(cache: Any = cache, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+                return cache.attend(0, q, k, v)
+
+            label = f"decode {name} {queries}"
             with tuner.attempt(label):
-                say(f"{label}: {milliseconds(run):.3f} ms, captured {graph_ms(run):.3f} ms")
-            splits.PROGRAMS, splits.BLOCK_TOKENS = before
-            packed.BLOCK_TOKENS = before[1]
+                want = decode_wanted(cache, q, k, v)
+                say(f"{label}: error {off(run(), want):.1e}")
+                _profile(label, run, most=8)
+                say(f"{label}: captured {graph_ms(run):.3f} ms")
+            if not name.startswith("rtn"):
+                continue
+            for variant in DECODE_FEW if queries == 1 else DECODE_MANY:
+                if tuner.over(label):
+                    return
+                before = Tuning.few_rows, Tuning.few, Tuning.many
+                Tuning.few_rows, Tuning.few, Tuning.many = variant[0], variant[1:], variant[1:]
+                with tuner.attempt(f"{label} {variant}"):
+                    error = off(run(), want)
+                    ms = graph_ms(run)
+                    say(f"{label} {variant}: captured {ms:.3f} ms, error {error:.1e}")
+                Tuning.few_rows, Tuning.few, Tuning.many = before
+        del cache
 
 
 def main() -> None:

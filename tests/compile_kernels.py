@@ -135,6 +135,11 @@ def _cases() -> dict:
         keys = torch.empty(1, 2, 67, 144, dtype=bf16)[..., :128]
         copying.copy_rows([(held, keys), (held, torch.empty(1, 2, 67, 128, dtype=bf16))])
 
+    def packed_words(*, rows: int, dtype: torch.dtype) -> None:
+        packed.triton_words.in_pairs = lambda query: query.dtype != torch.float32
+        call = packed.by_steps(packed.make_call("rtn", dtype=dtype, queries=rows // 2))
+        packed.triton_words.split_attention([call])
+
     tile = Tile(64, 64, 4, 2)
     quantize = partial(groups.kernel.quantize, x)
     return {
@@ -192,7 +197,14 @@ def _cases() -> dict:
             torch.empty(1, 2, 67, 16, dtype=bf16),
             [(0, torch.ones(1, 2, 67, 4))],
         ),
-        "attend_packed": lambda: packed.kernel.attend_packed(packed.make_call("rtn", dtype=bf16)),
+        "attend_packed": lambda: packed.kernel.attend_packed(packed.make_call("odd64", dtype=bf16)),
+        **{
+            f"attend_packed words {'wide ' * (rows > 16)}{dtype}": partial(
+                packed_words, rows=rows, dtype=dtype
+            )
+            for rows in (2, 32)
+            for dtype in (bf16, torch.float16, torch.float32)
+        },
         "quantize rtn": partial(quantize, format=GroupFormat(2, 32)),
         "quantize kivi": partial(quantize, format=GroupFormat(2, 32, axis="channel")),
         "quantize quarot": partial(quantize, format=GroupFormat(2, 32), rotation=Rotation(128)),

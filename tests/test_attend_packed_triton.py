@@ -15,6 +15,7 @@ from videokv.tensors import GroupFormat, map_tensors
 
 pytest.importorskip("triton")
 from videokv.kernels.attend_packed import triton as kernel  # noqa: E402
+from videokv.kernels.attend_packed import triton_words  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RTN = Groupwise(GroupFormat(2, 32))
@@ -25,6 +26,9 @@ SIDES = {
     "quarot": (Rotated(RTN), Rotated(RTN), 64),
     "qvg": (CentroidResidual(clustering=CLUSTERING),) * 2 + (64,),
     "two-level": (QueryAware(32, clustering=CLUSTERING),) * 2 + (64,),
+    "symmetric": (Groupwise(GroupFormat(2, 16, symmetric=True)),) * 2 + (64,),
+    "eighty": (Groupwise(GroupFormat(2, 16)), Groupwise(GroupFormat(2, 8)), 80),
+    "odd64": (Groupwise(GroupFormat(4, 32)), Groupwise(GroupFormat(3, 16)), 64),
     "odd": (Groupwise(GroupFormat(4, 40)), Groupwise(GroupFormat(3, 16)), 80),
 }
 
@@ -92,3 +96,65 @@ def test_calls_that_make_no_sense_are_refused():
         dataclasses.replace(call, extra_keys=None)
     with pytest.raises(ValueError, match="other tokens"):
         dataclasses.replace(call, keys=make_call("rtn", tokens=7).keys)
+
+
+def by_steps(call, *, factors=True):
+    """The same with the correction of its keys' own steps."""
+    batch, heads = call.keys.shape[:2]
+    found = None
+    if factors:
+        found = draw(batch, heads, call.keys.steps.shape[3], seed=6).abs().to(DEVICE)
+    return dataclasses.replace(
+        call, extra_query=None, extra_keys=None, by_steps=True, factors=found
+    )
+
+
+@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize("name", ["rtn", "quarot", "symmetric", "eighty", "qvg", "two-level"])
+def test_a_correction_of_the_steps(name, factors):
+    call = by_steps(make_call(name), factors=factors)
+    got, lse = kernel.attend_packed(call)
+    want, want_lse = reference.attend_packed(call)
+    assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
+    plain = dataclasses.replace(call, by_steps=False, factors=None)
+    assert off(kernel.attend_packed(plain)[1], lse) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["rtn", "symmetric", "quarot"])
+def test_the_kernel_of_words_serves_two_bits(name):
+    call = by_steps(make_call(name, dtype=torch.float16))
+    assert triton_words.serves(call)
+    got, lse = kernel.attend_packed(call)
+    want, want_lse = reference.attend_packed(call)
+    assert off(got, want) < 3e-3 and off(lse, want_lse) < 3e-3
+
+
+@pytest.mark.parametrize("names", [("rtn", "rtn"), ("rtn", "kivi", "rtn", "odd64")])
+def test_several_chunks_and_what_was_found_before(names, monkeypatch):
+    monkeypatch.setattr(triton_words.Tuning, "few", (24, 32, 1, 3))
+    calls = [
+        make_call(name, tokens=tokens, columns=2 if name == "kivi" else 0)
+        for name, tokens in zip(names, (150, 1, 64, 40), strict=False)
+    ]
+    other = reference.attend_packed(make_call("rtn", tokens=9, columns=0))
+    other = other[0].transpose(1, 2).contiguous().transpose(1, 2), other[1]
+    got, lse = kernel.attend_all(calls, other)
+    want, want_lse = reference.attend_all(calls, other)
+    assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
+
+
+def test_a_table_is_kept_for_the_same_chunks_only():
+    calls = [make_call("rtn", tokens=40, columns=0) for _ in range(2)]
+    tables = [
+        triton_words._table(some, programs=12, block=32) for some in (calls, calls, calls[1:])
+    ]
+    assert tables[0] is tables[1] and tables[2].shape[0] < tables[0].shape[0]
+
+
+@pytest.mark.parametrize("name", ["rtn", "eighty"])
+def test_more_rows_than_one_tile(name):
+    call = by_steps(make_call(name, queries=9, tokens=70))
+    got, lse = kernel.attend_packed(call)
+    want, want_lse = reference.attend_packed(call)
+    assert call.rows > triton_words.Tuning.few_rows
+    assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5

@@ -69,7 +69,16 @@ def test_columns_are_written_into_spare_channels():
     assert pairs[1][1].data_ptr() == buffer.data_ptr()
 
 
-@pytest.mark.parametrize("name", ["rtn-2bit+calibrated", "quarot-2bit+taylor", "kivi-2bit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rtn-2bit+calibrated",
+        "quarot-2bit+taylor",
+        "kivi-2bit",
+        "rtn-2bit+cumulant",
+        "rtn-2bit+measured",
+    ],
+)
 def test_few_queries_read_packed_chunks(name, monkeypatch):
     pytest.importorskip("triton")
     from videokv.kernels import attend_packed as op
@@ -77,8 +86,13 @@ def test_few_queries_read_packed_chunks(name, monkeypatch):
 
     calls = []
     kernel = op._kernel()
-    honest = kernel.attend_packed
-    monkeypatch.setattr(kernel, "attend_packed", lambda call: calls.append(call) or honest(call))
+    honest = kernel.attend_all
+
+    def counted(packed, other):
+        calls.append(packed)
+        return honest(packed, other)
+
+    monkeypatch.setattr(kernel, "attend_all", counted)
     monkeypatch.setattr(op, "machine_refusal", lambda device: None)
     monkeypatch.setattr(gpu, "_verdicts", {})
     outputs = []
@@ -90,5 +104,7 @@ def test_few_queries_read_packed_chunks(name, monkeypatch):
         q, k, v = (torch.randn(1, heads, 2, 64, generator=generator) for heads in (4, 2, 2))
         outputs.append(cache.attend(0, q, k, v, causal=True))
         assert (len(calls) > before) == packed
+        by_steps = name.partition("+")[2] in ("calibrated", "taylor", "measured")
+        assert not packed or all(call.by_steps == by_steps for call in calls[-1])
         assert (cache.decode_calls == decoded) == packed
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)

@@ -443,3 +443,18 @@ def test_few_queries_in_half_precision(size):
     got, lse = attend_kernel.attend_packed(call)
     want, want_lse = attend_reference.attend_packed(call)
     assert off(got, want) < 3e-3 and off(lse, want_lse) < 3e-3
+
+
+@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize(("dtype", "size"), [(F32, 64), (F32, 80), (F16, 64)])
+def test_few_queries_corrected_by_the_steps(dtype, size, factors):
+    call = make_call(dtype=dtype, size=size, queries=9)
+    batch, heads = call.keys.shape[:2]
+    found = draw(batch, heads, 4, seed=7)[..., :1].abs().to(DEVICE) if factors else None
+    call = dataclasses.replace(
+        call, extra_query=None, extra_keys=None, by_steps=True, factors=found
+    )
+    got, lse = attend_kernel.attend_packed(call)
+    want, want_lse = attend_reference.attend_packed(call)
+    tolerance = 1e-5 if dtype == F32 else 3e-3
+    assert off(got, want) < tolerance and off(lse, want_lse) < tolerance

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from videokv.cache.chunks import sliced
-from videokv.cache.few import MOST_PACKED_QUERIES, packed_parts
+from videokv.cache.few import attend_all, packed_calls
 from videokv.cache.graphs import outside_graphs
 from videokv.cache.layer import Coding, LayerCache, LayerState
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
@@ -502,16 +502,18 @@ class KVCache:
         self, held: LayerCache, query: Tensor, current: Segment, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor] | None:
         """Few queries read packed chunks as they are; None where they have to be decoded."""
-        reads = held.packed_reads() if query.shape[2] <= MOST_PACKED_QUERIES else None
-        parts = None if not reads else packed_parts(query, reads, scale=scale)
-        if parts is None:
+        state = held.state
+        calls = packed_calls(
+            query, state.chunks, held.coding.correction, first=state.first, scale=scale
+        )
+        if calls is None:
             return None
         dense = [segment for _, segment in held.segments({})]
         output, lse = self.recipe.attend(
             query, [*dense, current], scale=scale, causal=causal, need_lse=True
         )
         assert lse is not None
-        return _merged([(output, lse), *parts])
+        return attend_all(calls, (output, lse))
 
     def _part(
         self, query: Tensor, segments: list[Segment], *, scale: float

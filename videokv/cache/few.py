@@ -1,64 +1,175 @@
 """Few queries (decode): packed chunks are attended to as they are, without dense rows.
 
-Each packed chunk gives an output and a log-sum-exp, the dense chunks and the current rows another,
-and they are merged. Taken only where every packed chunk of the layer can be read so.
+All packed chunks give an output and a log-sum-exp, merged with what the dense chunks and the
+current rows give. Taken only where every packed chunk of the layer can be read so.
+
+A correction that is factors times the chunk's squared steps needs no columns: the kernels find
+them from the packed steps. What does not depend on the query is found out once for a set of chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from videokv.kernels.attend_packed import MAX_ROWS, PackedCall, attend_packed, kernel_refusal
-from videokv.kernels.gpu import say_once
-from videokv.kernels.reconstruct import inner_parts
-from videokv.noise import ScoreNoise
-from videokv.protocols import Packed
+from videokv.cache.chunks import Chunk, PackedChunk
+from videokv.kernels.attend_packed import MAX_ROWS, PackedCall, attend_all, kernel_refusal
+from videokv.kernels.attend_packed.call import key_steps
+from videokv.kernels.gpu import checked_refusal, disagreement, say_once
+from videokv.kernels.reconstruct import Parts, inner_parts
+from videokv.noise import QueryMap, ScoreNoise
+from videokv.protocols import Correction, Packed
+
+__all__ = ["MOST_PACKED_QUERIES", "attend_all", "packed_calls"]
 
 MOST_PACKED_QUERIES = 16
+_LINEAR = ("taylor", "calibrated", "measured")  # weights: factors times squared steps
+_STEPS_TOLERANCE = 1e-5
 
-Read = tuple[Packed, Packed, tuple[ScoreNoise, ...]]
+Noise = tuple[ScoreNoise, ...]
 
 
-def packed_parts(
-    query: Tensor, chunks: Sequence[Read], *, scale: float
-) -> list[tuple[Tensor, Tensor]] | None:
-    """(output float32 ``[B, Hq, M, Dv]``, lse) of every chunk, None where one has to be decoded.
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """One chunk as it is read; noise: what is not a matter of its steps and ``factors``."""
 
-    chunks: keys, values and the noise to correct, of each.
-    """
-    if not chunks or query.shape[1] // chunks[0][0].shape[1] * query.shape[2] > MAX_ROWS:
+    keys: Parts
+    values: Parts
+    noise: Noise
+    by_steps: bool
+    factors: Tensor | None
+
+    def call(self, query: Tensor, *, scale: float) -> PackedCall:
+        extra: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.noise:
+            extra = _columns(query, self.noise, tokens=self.keys.tokens, scale=scale)
+        return PackedCall(query, self.keys, self.values, scale, *extra, self.by_steps, self.factors)
+
+
+# Chunks never change: how one is read holds as long as it lives.
+_readings: weakref.WeakKeyDictionary[PackedChunk, dict[Hashable, _Reading]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def packed_calls(
+    query: Tensor,
+    chunks: Sequence[Chunk],
+    correction: Correction | None,
+    *,
+    first: int,
+    scale: float,
+) -> list[PackedCall] | None:
+    """A call for each packed chunk among ``chunks``; None where one has to be decoded, or there is
+    none. first: the oldest token that may be read."""
+    packed = [chunk for chunk in chunks if isinstance(chunk, PackedChunk)]
+    if not packed or query.shape[2] > MOST_PACKED_QUERIES or packed[0].start < first:
         return None
+    if query.shape[1] // packed[0].keys.shape[1] * query.shape[2] > MAX_ROWS:
+        return None
+    key = (query.dtype, query.shape[:3], correction)
     calls = []
-    for keys, values, noise in chunks:
-        call = _call(query, keys, values, noise, scale=scale)
-        reason = call if isinstance(call, str) else kernel_refusal(call)
-        if isinstance(call, str) or reason is not None:
+    for chunk in packed:
+        known = _readings.get(chunk)
+        reading = None if known is None else known.get(key)
+        found = reading or _reading(chunk, correction)
+        call = found if isinstance(found, str) else found.call(query, scale=scale)
+        reason = None if reading is not None else _refusal(call)
+        if isinstance(call, str) or isinstance(found, str) or reason is not None:
             say_once(f"few queries read decoded chunks: {reason}")
             return None
+        if not found.noise:  # columns are as large as the codes: not kept
+            _readings.setdefault(chunk, {})[key] = found
         calls.append(call)
-    return [attend_packed(call) for call in calls]
+    return calls
 
 
-def _call(
-    query: Tensor, keys: Packed, values: Packed, noise: tuple[ScoreNoise, ...], *, scale: float
-) -> PackedCall | str:
+def _refusal(call: PackedCall | str) -> str | None:
+    return call if isinstance(call, str) else kernel_refusal(call)
+
+
+def _reading(chunk: PackedChunk, correction: Correction | None) -> _Reading | str:
+    keys, values = chunk.keys, chunk.values
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        return "one side of a chunk is dense"
     key_parts, value_parts = inner_parts(keys), inner_parts(values)
     if key_parts is None or value_parts is None:
         return f"{type(keys).__name__} cannot be read packed"
+    if correction is None:
+        return _Reading(key_parts, value_parts, (), False, None)
+    noise = correction.noise(keys, chunk.factors)
+    if correction.name in _LINEAR and _of_steps(noise, key_parts):
+        factors = _factors(keys, key_parts, correction, chunk.factors)
+        if _agrees(noise[0], keys, key_parts, correction, factors):
+            return _Reading(key_parts, value_parts, (), True, factors)
     if any(term.exact for term in noise):
         return "the exact correction is no product"
-    extra_query = extra_keys = None
-    if noise:
-        extra_query, extra_keys = _columns(query, noise, tokens=keys.shape[2], scale=scale)
-    return PackedCall(query, key_parts, value_parts, scale, extra_query, extra_keys)
+    return _Reading(key_parts, value_parts, noise, False, None)
 
 
-def _columns(
-    query: Tensor, noise: tuple[ScoreNoise, ...], *, tokens: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _of_steps(noise: Noise, parts: Parts) -> bool:
+    """Whether the noise has the form of the chunk's squared steps, as the kernels find them."""
+    if len(noise) != 1 or noise[0].exact or parts.axis != "token" or parts.low_rank is not None:
+        return False
+    same = noise[0].query_map.same_as(QueryMap(parts.group_size, parts.rotation))
+    return same and noise[0].weights.shape == (*parts.shape[:3], parts.steps.shape[3])
+
+
+def _agrees(
+    term: ScoreNoise, keys: Packed, parts: Parts, correction: Correction, factors: Tensor | None
+) -> bool:
+    """Whether its numbers are the steps' too: compared once for every kind of chunk, which
+    synchronises."""
+
+    def check() -> str | None:
+        found = key_steps(parts.corner(2)).square()
+        if factors is not None:
+            found = found * factors[:2, :2].unsqueeze(2)
+        return disagreement(found, term.weights[:2, :2], tolerance=_STEPS_TOLERANCE)
+
+    config = (type(keys), parts.config(), correction)
+    return checked_refusal("steps as noise", config, term.weights.device, check) is None
+
+
+def _factors(
+    keys: Packed, parts: Parts, correction: Correction, factors: Tensor | None
+) -> Tensor | None:
+    """What the correction multiplies squared steps by: float32 ``[B, Hkv, G]``, None for 1."""
+    if correction.name == _LINEAR[0]:
+        return None
+    (term,) = correction.noise(_Ones(keys, parts), factors)
+    batch, heads = parts.shape[:2]
+    return term.weights[:, :, 0].expand(batch, heads, parts.steps.shape[3]).float().contiguous()
+
+
+class _Ones:
+    """A chunk whose steps are 1: what a correction makes of it are its factors."""
+
+    def __init__(self, keys: Packed, parts: Parts) -> None:
+        self._keys = keys
+        self._parts = parts
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self._parts.shape
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        return self._keys.decode(dtype)
+
+    def noise(self) -> Noise:
+        batch, heads = self._parts.shape[:2]
+        ones = torch.ones(
+            batch, heads, 1, self._parts.steps.shape[3], device=self._parts.codes.device
+        )
+        (term,) = self._keys.noise()
+        return (replace(term, weights=ones),)
+
+
+def _columns(query: Tensor, noise: Noise, *, tokens: int, scale: float) -> tuple[Tensor, Tensor]:
     """-phi / scale ``[B, Hq, M, F]`` and omega ``[B, Hkv, T, F]``, all terms side by side."""
     phis, omegas = [], []
     for term in noise:

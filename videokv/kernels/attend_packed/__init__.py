@@ -7,6 +7,7 @@ instead, one of the values to the output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from videokv.kernels.gpu import checked_refusal, disagreement, machine_refusal
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.tensors import map_tensors
 
-__all__ = ["MAX_ROWS", "PackedCall", "attend_packed", "kernel_refusal"]
+__all__ = ["MAX_ROWS", "PackedCall", "attend_all", "attend_packed", "kernel_refusal"]
 
 MAX_ROWS = 64  # queries times the query heads of a KV head
 MAX_COLUMNS = 64
@@ -35,6 +36,16 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
     if kernel_refusal(call) is not None:
         return reference.attend_packed(call)
     found: tuple[Tensor, Tensor] = _kernel().attend_packed(call)
+    return found
+
+
+def attend_all(calls: Sequence[PackedCall], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """One softmax over the keys of ``calls`` (of one query), and of those behind ``other``, an
+    output ``[B, Hq, M, Dv]`` and its natural-log lse; the output in the dtype of that one.
+
+    By the kernels: ask ``kernel_refusal`` of every call before.
+    """
+    found: tuple[Tensor, Tensor] = _kernel().attend_all(calls, other)
     return found
 
 
@@ -60,6 +71,7 @@ def kernel_refusal(call: PackedCall) -> str | None:
         call.keys.config(),
         call.values.config(),
         call.columns,
+        (call.by_steps, call.factors is not None),
         call.rows,
     )
     return checked_refusal("attend_packed", config, call.query.device, lambda: _self_check(call))
@@ -75,6 +87,7 @@ def _self_check(call: PackedCall) -> str | None:
         values=_first_heads(call.values),
         extra_query=None if extra_q is None else extra_q[:1, :heads],
         extra_keys=None if extra_k is None else extra_k[:1, :2],
+        factors=None if call.factors is None else call.factors[:1, :2].contiguous(),
     )
     got, got_lse = _kernel().attend_packed(small)
     want, want_lse = reference.attend_packed(small)
@@ -85,7 +98,7 @@ def _self_check(call: PackedCall) -> str | None:
 
 
 def _first_heads(parts: Parts) -> Parts:
-    return map_tensors(parts, lambda tensor: tensor[:1, :2])
+    return map_tensors(parts, lambda tensor: tensor[:1, :2].contiguous())
 
 
 def _kernel() -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from videokv.kernels.reconstruct.parts import Parts
+from videokv.noise import QueryMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,6 +17,9 @@ class PackedCall:
 
     s = scale (q . k + extra_query . extra_keys), with extra_query ``[B, Hq, M, F]`` and extra_keys
     ``[B, Hkv, T, F]`` float32, or None.
+
+    by_steps: instead of columns, s -= sum_j factors_j phi_j Delta_j^2, with the key's own steps
+    Delta (axis token) and phi as in ``noise.QueryMap``; factors float32 ``[B, Hkv, G]``, None: 1.
     """
 
     query: Tensor
@@ -23,6 +28,8 @@ class PackedCall:
     scale: float
     extra_query: Tensor | None = None
     extra_keys: Tensor | None = None
+    by_steps: bool = False
+    factors: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.keys.shape[:3] != self.values.shape[:3]:
@@ -31,6 +38,8 @@ class PackedCall:
             )
         if (self.extra_query is None) != (self.extra_keys is None):
             raise ValueError("columns come in pairs: give extra_query and extra_keys, or neither")
+        if self.by_steps and (self.keys.axis != "token" or self.extra_query is not None):
+            raise ValueError("a correction by steps needs steps of a token, and no columns beside")
 
     @property
     def rows(self) -> int:
@@ -39,5 +48,26 @@ class PackedCall:
 
     @property
     def columns(self) -> int:
-        """Columns of the correction."""
+        """Columns of the correction, those of steps among them."""
+        if self.by_steps:
+            return self.keys.steps.shape[3]
         return 0 if self.extra_query is None else self.extra_query.shape[3]
+
+    def with_columns(self) -> PackedCall:
+        """The same with its correction written out as columns."""
+        if not self.by_steps:
+            return self
+        omega = key_steps(self.keys).square()
+        if self.factors is not None:
+            omega = omega * self.factors.unsqueeze(2)
+        found = QueryMap(self.keys.group_size, self.keys.rotation)
+        phi = found.features(self.query, scale=self.scale) * (-1 / self.scale)
+        return replace(self, extra_query=phi, extra_keys=omega, by_steps=False, factors=None)
+
+
+def key_steps(parts: Parts) -> Tensor:
+    """Delta of steps along channels, float32 ``[B, H, T, G]``."""
+    steps = parts.steps.float()
+    if parts.log_steps:
+        steps = torch.where(parts.steps == 255, 0.0, torch.exp2(steps * -0.05))
+    return steps if parts.scale is None else steps * parts.scale.float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,12 +13,25 @@ from videokv.kernels.attend_packed.call import PackedCall
 from videokv.kernels.reconstruct import reference as reconstruction
 from videokv.kernels.reconstruct.parts import Parts
 
+Part = tuple[Tensor, Tensor]
 
-def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
+
+def attend_packed(call: PackedCall) -> Part:
     """See the package."""
+    call = call.with_columns()
     rows = Rows(_dense(call.keys), _dense(call.values))
     query = call.query.float()
     return dense.attend(Call(query, rows, None, call.scale, call.extra_query, call.extra_keys))
+
+
+def attend_all(calls: Sequence[PackedCall], other: Part) -> Part:
+    """See the package."""
+    parts = [other, *(attend_packed(call) for call in calls)]
+    total = torch.stack([lse.float() for _, lse in parts]).logsumexp(0)
+    whole = torch.zeros_like(other[0], dtype=torch.float32)
+    for output, lse in parts:
+        whole += output.float() * (lse - total).exp().unsqueeze(-1)
+    return whole.to(other[0].dtype), total
 
 
 def _dense(parts: Parts) -> Tensor:

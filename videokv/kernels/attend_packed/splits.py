@@ -37,8 +37,9 @@ def columns(call: PackedCall) -> tuple[Tensor | None, Tensor | None]:
 def column_options(call: PackedCall) -> dict:
     """Constants of the kernels: columns, columns padded for a product (0: none), and its dtype."""
     kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    count = 0 if call.extra_query is None else call.extra_query.shape[3]
     return {
-        "F": call.columns,
-        "BF": padded(call.columns) if call.columns else 0,
+        "F": count,
+        "BF": padded(count) if count else 0,
         "COLUMN_TYPE": kinds.get(call.query.dtype, tl.float32),
     }

@@ -6,13 +6,16 @@ read once. Keys and values are unpacked into registers, rounded to the query's d
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Hashable, Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.attend.tiles import padded
-from videokv.kernels.attend_packed import triton_unbiased
+from videokv.kernels.attend_packed import triton_unbiased, triton_words
 from videokv.kernels.attend_packed.call import PackedCall
 from videokv.kernels.attend_packed.splits import (
     BLOCK_TOKENS,
@@ -21,6 +24,7 @@ from videokv.kernels.attend_packed.splits import (
     columns,
     stretch_of,
 )
+from videokv.kernels.attend_packed.triton_merge import merge
 from videokv.kernels.blocks import (
     ZERO_CODES,
     as_bytes,
@@ -35,14 +39,86 @@ from videokv.kernels.gpu import on_device, products
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
 
+Part = tuple[Tensor, Tensor]
 _COUNTS = ["tokens", "stretch", "k_groups", "v_groups", "k_centroids", "v_centroids"]
 
 
-def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
+def attend_packed(call: PackedCall) -> Part:
     """See the package."""
-    if triton_unbiased.serves(call):
-        return triton_unbiased.attend_packed(call)
-    batch, heads, queries, size = call.query.shape
+    return _merged(call, None, torch.float32)
+
+
+def attend_all(calls: Sequence[PackedCall], other: Part) -> Part:
+    """See the package; calls that agree are one launch, and the last merge takes ``other`` in."""
+    dtype = other[0].dtype
+    launches = _launches(calls)
+    for number, launch in enumerate(launches):
+        kind = dtype if number == len(launches) - 1 else torch.float32
+        if isinstance(launch, PackedCall):
+            other = _merged(launch, other, kind)
+        else:
+            parts, lses = triton_words.split_attention(launch)
+            rotation = launch[0].values.rotation
+            query = launch[0].query
+            other = merge(parts, lses, query, other=other, rotation=rotation, dtype=kind)
+    return other
+
+
+def _launches(calls: Sequence[PackedCall]) -> list[PackedCall | list[PackedCall]]:
+    """Calls on their own, and lists of calls for one launch."""
+    found: list[PackedCall | list[PackedCall]] = []
+    together: list[PackedCall] = []
+    wanted: Hashable = None
+    for call in calls:
+        kind = _kind(call)
+        if kind is not None and (not together or kind == wanted):
+            wanted = kind
+            together.append(call)
+        else:
+            found.append(call)
+    return [together, *found] if together else found
+
+
+# Keys, and what was found out about them beside their values; those never change either.
+_kinds: weakref.WeakKeyDictionary[Parts, tuple[weakref.ref[Parts], Hashable]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _kind(call: PackedCall) -> Hashable:
+    """What calls of one launch have in common; None where the kernel of words does not serve."""
+    if call.extra_query is not None:
+        return None
+    kept = _kinds.get(call.keys)
+    if kept is None or kept[0]() is not call.values:
+        fits = triton_words.serves(call) and triton_words.contiguous(call)
+        sides = triton_words.launch_config(call) if fits else None
+        kept = _kinds[call.keys] = (weakref.ref(call.values), sides)
+    return None if kept[1] is None else (kept[1], call.by_steps, call.factors is None)
+
+
+def _merged(call: PackedCall, other: Part | None, dtype: torch.dtype) -> Part:
+    """One chunk by itself, merged with what was found before."""
+    labels = None
+    if _kind(call) is not None:
+        parts, lses = triton_words.split_attention([call])
+        rotation = call.values.rotation
+    elif triton_unbiased.serves(call):
+        parts, lses, masses = triton_unbiased.split_attention(call)
+        assert call.values.centres is not None
+        labels = masses, call.values.centres
+        rotation = call.values.rotation
+    else:
+        parts, lses = _split_attention(call.with_columns())
+        rotation = call.values.rotation
+    return merge(
+        parts, lses, call.query, other=other, rotation=rotation, labels=labels, dtype=dtype
+    )
+
+
+def _split_attention(call: PackedCall) -> tuple[Tensor, Tensor]:
+    """parts ``[S, rows of all heads, Dv]``, in the coordinates of the values' codes, and lses."""
+    batch, heads, queries, _ = call.query.shape
     kv_heads, tokens = call.keys.shape[1:3]
     query = call.query
     if call.keys.rotation is not None:
@@ -51,8 +127,8 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
     extra_query, extra_keys = columns(call)
     stretch = stretch_of(tokens, batch * kv_heads)
     splits = triton.cdiv(tokens, stretch)
-    parts = torch.empty(splits, batch * kv_heads, rows, value_dim, device=query.device)
-    lses = torch.empty(splits, batch * kv_heads, rows, device=query.device)
+    parts = torch.empty(splits, batch * heads * queries, value_dim, device=query.device)
+    lses = torch.empty(splits, batch * heads * queries, device=query.device)
     k, v = _side(call.keys), _side(call.values)
     with on_device(query.device):
         _kernel[(splits, batch * kv_heads)](
@@ -77,17 +153,7 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
             num_stages=2,
             enable_fp_fusion=True,
         )
-    out, lse = _merged(parts, lses)
-    out = out.reshape(batch, heads, queries, value_dim)
-    if call.values.rotation is not None:
-        out = call.values.rotation.invert(out)
-    return out, lse.reshape(batch, heads, queries)
-
-
-def _merged(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Over the splits (the first dimension), each of at least one token."""
-    lse = lses.logsumexp(0)
-    return (parts * (lses - lse).exp().unsqueeze(-1)).sum(0), lse
+    return parts, lses
 
 
 class _side:

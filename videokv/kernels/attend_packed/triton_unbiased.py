@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed.call import PackedCall
@@ -24,14 +23,14 @@ from videokv.kernels.attend_packed.splits import (
     columns,
     stretch_of,
 )
+from videokv.kernels.attend_packed.unbiased_query import LABELS, ready
 from videokv.kernels.blocks import code_words, in_words, labels_block, odd_block
 from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import exp2_codes
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
 
-LABELS = 16  # of a padded table, zero among them
-_COUNTS = ["tokens", "stretch"]
+_COUNTS = ["tokens", "stretch", "every"]
 
 
 def serves(call: PackedCall) -> bool:
@@ -42,26 +41,26 @@ def serves(call: PackedCall) -> bool:
     )
 
 
-def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
-    """See the package."""
+def split_attention(call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
+    """parts ``[S, rows of all heads, Dv]`` in the coordinates of the values' codes, lses, and the
+    weights by label ``[S, rows, 16]``."""
     batch, heads, queries, _ = call.query.shape
     kv_heads, tokens = call.keys.shape[1:3]
-    rows, value_dim = call.rows, call.values.head_dim
+    rows, every, value_dim = call.rows, batch * heads * queries, call.values.head_dim
     stretch = stretch_of(tokens, batch * kv_heads)
     splits = triton.cdiv(tokens, stretch)
     device = call.query.device
-    sums = torch.empty(splits, batch * kv_heads, rows, value_dim, device=device)
-    masses = torch.empty(splits, batch * kv_heads, rows, LABELS, device=device)
-    lses = torch.empty(splits, batch * kv_heads, rows, device=device)
+    sums = torch.empty(splits, every, value_dim, device=device)
+    masses = torch.empty(splits, every, LABELS, device=device)
+    lses = torch.empty(splits, every, device=device)
     extra_query, extra_keys = columns(call)
-    query, query_scale = _operand(_rotated(call), call)
-    means, means_scale = _mean_scores(call)
+    query, means, numbers = ready(call)
     with on_device(device):
         _kernel[(splits, batch * kv_heads)](
             query,
-            query_scale,
             means,
-            means_scale,
+            numbers,
+            every,
             extra_query,
             extra_keys,
             *_tensors(call.keys),
@@ -78,58 +77,14 @@ def attend_packed(call: PackedCall) -> tuple[Tensor, Tensor]:
             BM=padded(rows),
             BN=BLOCK_TOKENS,
             **column_options(call),
-            BC=means.shape[3],
+            BY_STEPS=call.by_steps,
+            BC=means.shape[1],
             PRECISION=products(query.dtype, device),
             num_warps=4,
             num_stages=2,
             enable_fp_fusion=True,
         )
-    lse = lses.logsumexp(0)
-    shares = (lses - lse).exp().unsqueeze(-1)
-    out = _values((sums * shares).sum(0), (masses * shares).sum(0), call)
-    return (
-        out.reshape(batch, heads, queries, value_dim),
-        lse.reshape(batch, heads, queries),
-    )
-
-
-def _rotated(call: PackedCall) -> Tensor:
-    assert call.keys.rotation is not None
-    return call.keys.rotation.apply(call.query.float())
-
-
-def _values(sums: Tensor, masses: Tensor, call: PackedCall) -> Tensor:
-    """Out of the codes' coordinates, with what the centroids add: ``[B, Hkv, rows, D]``."""
-    centres, rotation = call.values.centres, call.values.rotation
-    assert centres is not None and rotation is not None
-    table = centres.real_table()
-    own = masses.unflatten(0, table.shape[:2])[..., 1 : 1 + table.shape[2]]
-    return rotation.invert(sums).unflatten(0, table.shape[:2]) + own @ table
-
-
-def _operand(query: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
-    """The rotated query as it is multiplied, FP16 for 16-bit queries, and its scale a row."""
-    if call.query.dtype == torch.float32:
-        return query.contiguous(), torch.ones_like(query[..., 0]).contiguous()
-    peak = query.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    return (query / peak).half().contiguous(), peak.squeeze(-1).contiguous()
-
-
-def _mean_scores(call: PackedCall) -> tuple[Tensor, Tensor]:
-    """q . mu of every label ``[B, Hkv, rows, 16]``, and a scale a row; as two FP16 halves side by
-    side (2^-22) for 16-bit queries."""
-    centres = call.keys.centres
-    assert centres is not None
-    table = centres.real_table()
-    query = call.query.float().reshape(*table.shape[:2], -1, table.shape[3])
-    scores = pad(query @ table.mT, (1, LABELS - 1 - table.shape[2]))
-    if call.query.dtype == torch.float32:
-        return scores.contiguous(), torch.ones_like(scores[..., 0]).contiguous()
-    peak = scores.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    ratio = scores / peak
-    high = ratio.half()
-    low = (ratio - high.float()).half()
-    return torch.cat([high, low], -1).contiguous(), peak.squeeze(-1).contiguous()
+    return sums, lses, masses
 
 
 def _tensors(parts: Parts) -> list[Tensor]:
@@ -157,7 +112,7 @@ def _options(parts: Parts, prefix: str) -> dict:
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _kernel(
-    q, q_scale, m, m_scale, e, x,
+    q, m, numbers, every, e, x,
     k_codes, k_steps, k_scale, k_ids, v_codes, v_steps, v_scale, v_ids,
     sums, masses, lses, scale, tokens, stretch,
     K_D: tl.constexpr, K_BD: tl.constexpr, K_BITS: tl.constexpr, K_BYTES: tl.constexpr,
@@ -165,8 +120,8 @@ def _kernel(
     V_D: tl.constexpr, V_BD: tl.constexpr, V_BITS: tl.constexpr, V_BYTES: tl.constexpr,
     V_WORDS: tl.constexpr, V_LABEL: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    F: tl.constexpr, BF: tl.constexpr, COLUMN_TYPE: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    F: tl.constexpr, BF: tl.constexpr, COLUMN_TYPE: tl.constexpr, BY_STEPS: tl.constexpr,
+    BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, BM)
@@ -178,9 +133,11 @@ def _kernel(
     label = tl.arange(0, BC)
     means = tl.load(m + line[:, None] * BC + label[None, :], mask=asked[:, None], other=0.0)
     # Everything in units of log2; codes are doubled.
-    weight = tl.load(q_scale + line, mask=asked, other=0.0) * scale
-    weight = weight * (tl.load(k_scale + head) * 0.5)
-    mean_weight = tl.load(m_scale + line, mask=asked, other=0.0) * scale
+    largest = tl.load(k_scale + head)
+    weight = tl.load(numbers + line, mask=asked, other=0.0) * scale
+    weight = weight * (largest * 0.5)
+    mean_weight = tl.load(numbers + every + line, mask=asked, other=0.0) * scale
+    bias = tl.load(numbers + 2 * every + line, mask=asked, other=0.0) * (scale * largest * largest)
     column = tl.arange(0, 16)
     extra = block
     if BF > 0:
@@ -204,6 +161,8 @@ def _kernel(
         step = exp2_codes(tl.load(k_steps + at, mask=live, other=255))
         scores = tl.dot(block, tl.trans(keys.to(block.dtype)), input_precision=PRECISION)
         scores = scores * weight[:, None] * step[None, :]
+        if BY_STEPS:
+            scores += bias[:, None] * (step * step)[None, :]
         own = labels_block(k_ids, head, token, live, tokens, K_LABEL)
         own = ((label % 16)[:, None] == own[None, :]).to(block.dtype)
         scores += tl.dot(means, own, input_precision=PRECISION) * mean_weight[:, None]

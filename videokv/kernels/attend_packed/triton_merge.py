@@ -1,0 +1,123 @@
+"""The Triton kernel that merges the splits of a call, and what was found before, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from videokv.kernels.attend.tiles import padded
+from videokv.kernels.blocks import as_bytes
+from videokv.kernels.gpu import on_device
+from videokv.kernels.numbers import e4m3_halves
+from videokv.kernels.quantize_unbiased.layout import Centres
+from videokv.rotation import Rotation
+
+SPLITS = 32  # read at once
+CHANNELS = 32  # of a program, where outputs are not rotated back
+WARPS = 4
+_COUNTS = ["other_b", "other_h", "other_m", "centroids", "sharers", "splits", "rows", "heads"]
+_COUNTS += ["count"]
+
+
+def merge(
+    parts: Tensor,
+    lses: Tensor,
+    like: Tensor,
+    *,
+    other: tuple[Tensor, Tensor] | None = None,
+    rotation: Rotation | None = None,
+    labels: tuple[Tensor, Centres] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """parts float32 ``[S, rows, Dv]`` and lses ``[S, rows]`` to one output ``[B, Hq, M, Dv]`` of
+    ``dtype`` and its lse float32; rows are those of ``like`` ``[B, Hq, M, D]``.
+
+    rotation: undone on the merged parts. labels: weights by label float32 ``[S, rows, 16]`` and the
+    centroids they are of, added after that. other: (output, lse) of other keys, merged after that.
+    """
+    batch, heads, queries, _ = like.shape
+    splits, rows, size = parts.shape
+    out = torch.empty(batch, heads, queries, size, dtype=dtype, device=parts.device)
+    lse = torch.empty(batch, heads, queries, device=parts.device)
+    matrix, block = None, min(CHANNELS, padded(size))
+    if rotation is not None:
+        matrix, block = rotation.matrix(device=parts.device), padded(size)
+    masses, table, table_scale, count, sharers = None, None, None, 1, 1
+    if labels is not None:
+        masses, centres = labels
+        table, table_scale = as_bytes(centres.table.contiguous()), centres.scale.contiguous()
+        count, sharers = table.shape[2], rows // (batch * table.shape[1])
+    output, other_lse = (None, None) if other is None else other
+    if output is not None and output.stride(3) != 1:
+        output = output.contiguous()
+    with on_device(parts.device):
+        _kernel[(rows, triton.cdiv(size, block))](
+            parts, lses, output, *((0, 0, 0) if output is None else output.stride()[:3]),
+            other_lse if other_lse is None else other_lse.contiguous(),
+            matrix, masses, table, table_scale, count, sharers, out, lse, splits, rows, heads,
+            queries,
+            D=size, BD=block, BS=SPLITS, num_warps=WARPS if rotation is None else 2 * WARPS,
+        )  # fmt: skip
+    return out, lse
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    parts, lses, other, other_b, other_h, other_m, other_lse, matrix, masses, table, table_scale,
+    centroids, sharers, out, lse, splits, rows, heads, count, D: tl.constexpr, BD: tl.constexpr,
+    BS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BD + tl.arange(0, BD)
+    inside = channel < D
+    peak = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BD], tl.float32)
+    label = tl.arange(0, 16)
+    mass = tl.zeros([16], tl.float32)
+    for first in range(0, splits, BS):
+        split = first + tl.arange(0, BS)
+        live = split < splits
+        line = split * rows + row
+        found = tl.load(lses + line, mask=live, other=float("-inf"))
+        place = line[:, None] * D + channel[None, :]
+        block = tl.load(parts + place, mask=live[:, None] & inside[None, :], other=0.0)
+        higher = tl.maximum(peak, tl.max(found, 0))
+        share = tl.exp(found - higher)
+        shrink = tl.exp(peak - higher)
+        acc = acc * shrink + tl.sum(block * share[:, None], 0)
+        if masses is not None:
+            place = line[:, None] * 16 + label[None, :]
+            block = tl.load(masses + place, mask=live[:, None], other=0.0)
+            mass = mass * shrink + tl.sum(block * share[:, None], 0)
+        total = total * shrink + tl.sum(share, 0)
+        peak = higher
+    if matrix is not None:
+        source = tl.arange(0, BD)
+        square = matrix + source[:, None] * D + channel[None, :]
+        turn = tl.load(square, mask=(source < D)[:, None] & inside[None, :], other=0.0)
+        acc = tl.sum(acc[:, None] * turn, 0)
+    if masses is not None:
+        head = row // sharers
+        place = (head * centroids + label - 1)[:, None] * D + channel[None, :]
+        held = ((label > 0) & (label <= centroids))[:, None] & inside[None, :]
+        centre = e4m3_halves(tl.load(table + place, mask=held, other=0)).to(tl.float32)
+        acc += tl.sum(mass[:, None] * centre, 0) * tl.load(table_scale + head)
+    if other is not None:
+        batch = row // (heads * count)
+        head = row // count % heads
+        base = other + batch * other_b + head * other_h + (row % count) * other_m
+        found = tl.load(other_lse + row).to(tl.float32)
+        higher = tl.maximum(peak, found)
+        share = tl.exp(found - higher)
+        shrink = tl.exp(peak - higher)
+        more = tl.load(base + channel, mask=inside, other=0.0).to(tl.float32)
+        # A row that sees no key there has whatever output.
+        acc = acc * shrink + tl.where(share > 0, more * share, 0.0)
+        total = total * shrink + share
+        peak = higher
+    tl.store(out + row * D + channel, (acc / total).to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(lse + row, peak + tl.log(total))
