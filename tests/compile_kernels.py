@@ -59,6 +59,7 @@ def _cases() -> dict:
     import test_unbiased_triton as unbiased
 
     from videokv.kernels.assign_centroids import triton as centroids
+    from videokv.kernels.assign_centroids import triton_step
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.quantize_two_level import triton as two_level
@@ -143,6 +144,9 @@ def _cases() -> dict:
         "assign": partial(centroids.nearest_one, x.float(), origin, table),
         "means": partial(centroids.means, x.float(), origin, labels, table),
         "means of 16 bits": partial(centroids.means, x, origin, labels, table),
+        "assign and sum in one pass": partial(
+            triton_step.cluster, x, table.repeat(1, 1, 16, 1), iterations=1
+        ),
         "choose": partial(
             centroids.choose_by_range, x, table, weights, group_size=64, candidates=4
         ),

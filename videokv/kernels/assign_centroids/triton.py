@@ -300,7 +300,7 @@ def _assign(
         for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
             token = first + tl.arange(0, BT)
             live = token < tokens
-            block = _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
+            block = raw_tokens(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
             distance = constant[None, :] - tl.dot(block, rows)
             smallest = tl.min(distance, 1)
             label = tl.min(tl.where(distance == smallest[:, None], number[None, :], BK), 1)
@@ -345,7 +345,7 @@ def _sum(
             tl.atomic_add(counts + head * centroids + label, 1, mask=live)
         label = tl.where(live, label, -1)
         if HALF:
-            block = _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
+            block = raw_tokens(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
         else:
             block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
         belongs = (number[:, None] == label[None, :]).to(block.dtype)
@@ -356,7 +356,9 @@ def _sum(
 
 
 @triton.jit
-def _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D: tl.constexpr, ALIGN: tl.constexpr):
+def raw_tokens(
+    x, x_b, x_h, x_t, head, heads, token, live, channel, D: tl.constexpr, ALIGN: tl.constexpr
+):
     """Tokens as they are; 0 outside."""
     base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
     place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
