@@ -22,9 +22,8 @@ import torch
 
 from videokv.kernels import assign_centroids, gpu, quantize_groups
 from videokv.kernels import reconstruct as reading
-from videokv.kernels.assign_centroids import Clusters, choice
+from videokv.kernels.assign_centroids import Clusters, choice, triton_step
 from videokv.kernels.assign_centroids import triton as centroids
-from videokv.kernels.assign_centroids import triton_step
 from videokv.kernels.quantize_groups import triton as quantizing
 from videokv.kernels.reconstruct import triton as reconstruction
 from videokv.protocols import EncodeContext
