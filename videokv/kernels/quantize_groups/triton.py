@@ -25,6 +25,7 @@ from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import round_bf16, round_even
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_groups import triton_owned as owning
+from videokv.kernels.quantize_groups import triton_turned as turning
 from videokv.kernels.quantize_groups.arithmetic import (
     divided,
     e4m3,
@@ -42,6 +43,7 @@ ROTATED_ELEMENTS = 8192  # the same with a rotation: 64 tokens of 128 channels
 WARPS = 4
 ROTATED_WARPS = 8
 PROGRAMS = 1056  # eight for each of 132 multiprocessors
+TURNED_PROGRAMS = 264  # two for each of 132 multiprocessors
 LONGEST = 8  # blocks that a program walks over
 FACTS = 4  # of a head: largest step, largest magnitude, largest offset, largest code of zero
 _ZERO = {"offset": 1, "integer": 2}
@@ -90,6 +92,38 @@ def launch(
     zeros = _zeros(shape, format, device)
     facts = torch.zeros(batch * heads, FACTS, dtype=torch.int32, device=device)
     levels = reach(format.bits) if format.symmetric else (1 << format.bits) - 1
+    half = x.dtype != torch.float32
+    if half and by_token and rotation is not None and _two_bit_offsets(format) and size >= 32:
+        blocks = -(-tokens // turning.ROWS)
+        stretch = max(1, min(turning.LONGEST, blocks * batch * heads // TURNED_PROGRAMS))
+        with on_device(device):
+            turning.turned[(-(-blocks // stretch), batch * heads)](
+                x,
+                *x.stride()[:3],
+                heads,
+                tokens,
+                stretch,
+                blocks,
+                packed.view(torch.int32),
+                steps.view(torch.uint8),
+                zeros,
+                facts,
+                signs(rotation, device=device, dtype=x.dtype),
+                1.0 / math.sqrt(size),
+                ALIGN=row_alignment(x),
+                D=size,
+                BT=turning.ROWS,
+                LEVELS=levels,
+                INVERSE=_inverse(levels),
+                GROUP=format.group_size,
+                ZERO_BF16=format.zero_dtype == torch.bfloat16,
+                LIMIT=_largest(format.scale_dtype),
+                NATIVE=isinstance(_kernel, triton.JITFunction),
+                num_warps=turning.WARPS,
+                num_stages=turning.STAGES,
+                enable_fp_fusion=False,
+            )
+        return PackedGroups(packed, steps, zeros, None), facts
     if by_token and rotation is None and _owned_by_threads(format, size):
         rows = max(1, owning.GROUPS // _power(groups))
         blocks = -(-tokens // rows)
@@ -193,7 +227,7 @@ def _owned_by_threads(format: GroupFormat, size: int) -> bool:
 
 def _two_bit_offsets(format: GroupFormat) -> bool:
     """Whether codes are found by ``_two_bits`` above an offset."""
-    offsets = not format.symmetric and format.zero_point == "offset"
+    offsets = not format.symmetric and format.zero_point == "offset" and format.group_size >= 16
     return offsets and format.bits == 2 and format.scale_dtype == E4M3
 
 
