@@ -25,6 +25,7 @@ from videokv.kernels import reconstruct as reading
 from videokv.kernels.assign_centroids import Clusters, choice, triton_step
 from videokv.kernels.assign_centroids import triton as centroids
 from videokv.kernels.quantize_groups import triton as quantizing
+from videokv.kernels.quantize_groups import triton_owned, triton_turned
 from videokv.kernels.reconstruct import triton as reconstruction
 from videokv.protocols import EncodeContext
 from videokv.recipes import recipe
@@ -40,13 +41,19 @@ KERNELS: dict[str, list[tuple[int, ...]]] = {
     "reconstruct-quarot": [(8192, 8, 8), (8192, 4, 8), (16384, 8, 8), (4096, 4, 8), (8192, 8, 2)],
     "reconstruct-quantwm_without_psac": [(8192, 8, 1), (8192, 4, 1), (4096, 4, 1), (8192, 8, 4)],
     "reconstruct-quantwm": [(8192, 8, 8), (4096, 4, 8), (8192, 4, 8), (8192, 8, 2)],
-    "quantize-rtn": [(4096, 8, 8), (4096, 4, 8), (8192, 8, 8), (2048, 4, 8), (4096, 8, 2)],
-    "quantize-quarot": [(8192, 8, 8), (8192, 4, 8), (4096, 4, 8), (4096, 8, 8)],
-    "quantize-qvg": [(4096, 8, 8), (4096, 4, 8), (8192, 8, 8), (2048, 4, 8)],
+    "quantize-rtn": [(128, 4, 8), (128, 4, 1), (128, 4, 3), (256, 8, 8), (64, 2, 8), (256, 4, 8)],
+    "quantize-quarot": [
+        (128, 8, 2, 8),
+        (128, 8, 3, 8),
+        (64, 4, 2, 8),
+        (64, 4, 3, 16),
+        (128, 8, 2, 16),
+    ],
+    "quantize-qvg": [(128, 4, 8), (128, 4, 1), (128, 4, 3), (256, 8, 8), (64, 2, 8), (256, 4, 8)],
     "cluster": [(128, 8, 2), (128, 8, 3), (128, 8, 1), (64, 8, 2)],
     "assign": [(128, 8, 8), (64, 4, 8), (64, 8, 8), (128, 8, 4), (64, 4, 32)],
     "sum": [(64, 128, 8, 3), (64, 256, 8, 3), (128, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
-    "choose": [(64, 8, 8), (32, 4, 8), (32, 8, 8)],
+    "choose": [(128, 8, 5), (128, 8, 10), (64, 4, 10), (64, 8, 8)],
 }
 
 
@@ -170,11 +177,11 @@ def quantizing_case(label: str, tensors: list[torch.Tensor]) -> Case:
     }
 
     def apply(setting: tuple[int, ...]) -> None:
-        elements, warps, quantizing.LONGEST = setting
         if rotation is None:
-            quantizing.BLOCK_ELEMENTS, quantizing.WARPS = elements, warps
+            triton_owned.GROUPS, triton_owned.WARPS, triton_owned.LONGEST = setting
         else:
-            quantizing.ROTATED_ELEMENTS, quantizing.ROTATED_WARPS = elements, warps
+            triton_turned.ROWS, triton_turned.WARPS = setting[:2]
+            triton_turned.STAGES, triton_turned.LONGEST = setting[2:]
 
     packed = quantizing.launch(tensors[0], **fixed)[0]
     return Case(

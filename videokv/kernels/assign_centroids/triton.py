@@ -35,8 +35,8 @@ SUM_TOKENS = 64
 SUM_CENTROIDS = 128
 SUM_WARPS = 4
 SUM_STAGES = 3
-CHOOSE_TOKENS = 64
-CHOOSE_BLOCKS = 8
+CHOOSE_TOKENS = 128
+CHOOSE_BLOCKS = 5
 CHOOSE_WARPS = 8
 STRETCHES = 11  # of tokens that are summed apart: with 12 heads and 256 centroids two programs each
 FEW_STRETCHES = 64  # the same where one program holds all centroids
@@ -458,8 +458,7 @@ def _choose(
     eye = tl.load(lens + head * D + channel, mask=channel < D, other=0.0)
     place = (head * centroids + number)[None, :] * D + channel[:, None]
     rows = tl.load(seen + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
-    half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
-    middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
+    half = tl.load(half_norms + head * centroids + number, mask=there, other=3.0e38)
     group = tl.arange(0, BD // GROUP)
     weight = tl.load(
         group_weights + head * (D // GROUP) + group, mask=group < D // GROUP, other=0.0
@@ -470,18 +469,27 @@ def _choose(
         live = token < tokens
         block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
         view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
-        distance = half[None, :] - tl.dot(view, rows)
+        keys = numbered(half[None, :] - tl.dot(view, rows), number)
+        # Pairs in order: who is taken is followed by the other, and half as many are looked at.
+        one, other = tl.split(tl.reshape(keys, [BT, BK // 2, 2]))
+        first_key, later_key = tl.minimum(one, other), tl.maximum(one, other)
+        found = ()
+        for _ in tl.static_range(CANDIDATES):
+            smallest = tl.min(first_key, 1)
+            found = found + (tl.minimum(number_of(smallest), centroids - 1),)
+            taken = first_key == smallest[:, None]
+            first_key = tl.where(taken, later_key, first_key)
+            later_key = tl.where(taken, 3.0e38, later_key)
+        # Read again: to keep the tokens beside the distances would take too many registers.
+        values = raw_tokens(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
+        values = values.to(tl.float32)
         best = tl.full([BT], float("inf"), tl.float32)
         label = tl.zeros([BT], tl.int32)
-        for _ in tl.static_range(CANDIDATES):
-            smallest = tl.min(distance, 1)
-            near = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
-            distance = tl.where(number[None, :] == near[:, None], float("inf"), distance)
-            near = tl.minimum(near, centroids - 1)
+        for candidate in tl.static_range(CANDIDATES):
+            near = found[candidate]
             where = (head * centroids + near)[:, None] * D + channel[None, :]
             inside = live[:, None] & (channel < D)[None, :]
-            centre = tl.load(table + where, mask=inside, other=0.0).to(tl.float32)
-            rest = tl.where(inside, block - (centre - middle[None, :]), 0.0)
+            rest = values - tl.load(table + where, mask=inside, other=0.0).to(tl.float32)
             rest = tl.reshape(rest, [BT, BD // GROUP, GROUP])
             spread = tl.max(rest, 2) - tl.min(rest, 2)
             score = tl.sum(spread * spread * weight[None, :], 1)
@@ -489,6 +497,19 @@ def _choose(
             best = tl.where(better, score, best)
             label = tl.where(better, near, label)
         tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
+
+
+@triton.jit
+def numbered(distance, number):
+    """Distances, right to 2^-15 of their size, whose last eight bits are their columns' numbers."""
+    bits = distance.to(tl.int32, bitcast=True)
+    return ((bits & -256) | number[None, :]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number_of(key):
+    """The number that ``numbered`` wrote into a distance."""
+    return key.to(tl.int32, bitcast=True) & 255
 
 
 def _precision(x: Tensor) -> str:

@@ -4,8 +4,9 @@ A program walks over a stretch of tokens of one head. Its distances lie in regis
 tokens x centroids; each carries the number of its centroid in its last eight bits, so that the
 smallest of a row names its centroid. The indicator of these labels times the tile's tokens is added
 to the sums, float32 in registers; they are written once. Two halves of a large table are taken one
-after the other: the distances to both would not fit beside the sums. A second kernel adds the stretches in their order, whatever the launch order, and
-makes the next iteration's operand. Counts are integers, the same in any order.
+after the other: the distances to both would not fit beside the sums. A second kernel adds the
+stretches in their order, whatever the launch order, and makes the next iteration's operand. Counts
+are integers, the same in any order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.assign_centroids.triton import raw_tokens
+from videokv.kernels.assign_centroids.triton import number_of, numbered, raw_tokens
 from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
 
@@ -59,23 +60,29 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
     counts = torch.empty(lines, dtype=torch.int32, device=device)
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
     block, whole = _block(size), _block(centroids)
-    shape = {"D": size, "BD": block}
+    options = {"D": size, "BD": block, "enable_fp_fusion": False}
+    step_options = {
+        "ALIGN": row_alignment(x),
+        "BT": STEP_TOKENS,
+        "BK": whole,
+        "PARTS": 2 if whole > 128 else 1,
+        "num_warps": STEP_WARPS,
+        "num_stages": STEP_STAGES,
+    } | options
+    tables = (found, origin, operand, norms)
+    chunk = (x, *x.stride()[:3], operand, norms, labels)
+    finishers = -(-centroids // FINISH_CENTROIDS)
     with on_device(device):
         _begin[(batch * heads,)](
-            start, found, origin, operand, norms, counts, centroids,
-            **shape, BK=whole, num_warps=16, enable_fp_fusion=False,
-        )  # fmt: skip
+            start, *tables, counts, centroids, BK=whole, num_warps=16, **options
+        )
         for _ in range(iterations):
             _step[(stretches, batch * heads)](
-                x, *x.stride()[:3], operand, norms, labels, sums, counts, heads, tokens,
-                centroids, stretch,
-                ALIGN=row_alignment(x), **shape, BT=STEP_TOKENS, BK=whole, PARTS=2 if whole > 128 else 1,
-                num_warps=STEP_WARPS, num_stages=STEP_STAGES, enable_fp_fusion=True,
-            )  # fmt: skip
-            _finish_step[(-(-centroids // FINISH_CENTROIDS), batch * heads)](
-                found, origin, operand, norms, sums, counts, centroids, stretches,
-                **shape, BK=FINISH_CENTROIDS, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+                *chunk, sums, counts, heads, tokens, centroids, stretch, **step_options
+            )
+            _finish_step[(finishers, batch * heads)](
+                *tables, sums, counts, centroids, stretches, BK=FINISH_CENTROIDS, **options
+            )
     return labels, found
 
 
@@ -169,19 +176,6 @@ def _operand(table, norms, head, centroids, number, channel, D: tl.constexpr):
 def _store_sums(place, total, number, centroids, channel, D: tl.constexpr):
     inside = (number < centroids)[:, None] & (channel < D)[None, :]
     tl.store(place + number[:, None] * D + channel[None, :], total, mask=inside)
-
-
-@triton.jit
-def numbered(distance, number):
-    """Distances, right to 2^-15 of their size, whose last eight bits are their columns' numbers."""
-    bits = distance.to(tl.int32, bitcast=True)
-    return ((bits & -256) | number[None, :]).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def number_of(key):
-    """The number that ``numbered`` wrote into a distance."""
-    return key.to(tl.int32, bitcast=True) & 255
 
 
 @triton.jit(do_not_specialize=_COUNTS)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from videokv.kernels.numbers import round_bf16
+
 
 @triton.jit
 def largest_bits(peaks):
@@ -111,3 +113,9 @@ def e4m3(x):
 @triton.jit
 def as_int(x):
     return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def rounded(x, zeros, BF16: tl.constexpr):
+    """Float32 rounded to what ``zeros`` holds."""
+    return round_bf16(x) if BF16 else x.to(zeros.dtype.element_ty).to(tl.float32)

@@ -31,6 +31,7 @@ from videokv.kernels.quantize_groups.arithmetic import (
     e4m3,
     extremes,
     largest_bits,
+    rounded,
     two_bits,
 )
 from videokv.kernels.quantize_groups.layout import PackedGroups, reach
@@ -314,7 +315,7 @@ def _kernel(
         if ZERO > 0:
             middle = low + (high - low) * 0.5
             if ZERO == 1:
-                zero = _rounded(tl.where(some, low, middle), ZERO_BF16, zeros)
+                zero = rounded(tl.where(some, low, middle), zeros, ZERO_BF16)
                 offset_peak = tl.maximum(offset_peak, tl.where(used, tl.abs(zero), 0.0))
             else:
                 whole = round_even(tl.div_rn(-low, divisor))
@@ -375,12 +376,6 @@ def _away(x):
 @triton.jit
 def _half(x):
     return x.to(tl.float16).to(tl.float32)
-
-
-@triton.jit
-def _rounded(x, ZERO_BF16: tl.constexpr, zeros):
-    """Rounded to what ``zeros`` holds."""
-    return round_bf16(x) if ZERO_BF16 else x.to(zeros.dtype.element_ty).to(tl.float32)
 
 
 def _zeros(shape: tuple[int, ...], format: GroupFormat, device: torch.device) -> Tensor | None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from videokv.kernels.numbers import round_bf16
 from videokv.kernels.quantize_groups.arithmetic import (
     divided,
     e4m3,
     extremes,
     largest_bits,
+    rounded,
     two_bit_signs,
 )
 
@@ -80,7 +80,7 @@ def owned(
         zero = low
         if ZERO == 1:
             zero = tl.where(some, low, low + (high - low) * 0.5)
-            zero = _rounded(zero, zeros, ZERO_BF16)
+            zero = rounded(zero, zeros, ZERO_BF16)
             offset_peak = tl.maximum(offset_peak, tl.abs(zero))
             tl.store(zeros + line, zero.to(zeros.dtype.element_ty), mask=used)
 
@@ -137,9 +137,3 @@ def _bytes_turned(word):
     """The four bytes of uint32 in the opposite order, as int32."""
     turned = (word << 24) | ((word & 0xFF00) << 8) | ((word >> 8) & 0xFF00) | (word >> 24)
     return turned.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _rounded(x, zeros, BF16: tl.constexpr):
-    """Rounded to what ``zeros`` holds."""
-    return round_bf16(x) if BF16 else x.to(zeros.dtype.element_ty).to(tl.float32)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from videokv.kernels.numbers import round_bf16
 from videokv.kernels.quantize_groups.arithmetic import (
     divided,
     e4m3,
     extremes,
     largest_bits,
+    rounded,
     two_bits,
 )
 
@@ -71,10 +71,7 @@ def turned(
         some = step > 0
         divisor = tl.where(some, step, float("inf"))
         zero = tl.where(some, low, low + (high - low) * 0.5)
-        if ZERO_BF16:
-            zero = round_bf16(zero)
-        else:
-            zero = zero.to(zeros.dtype.element_ty).to(tl.float32)
+        zero = rounded(zero, zeros, ZERO_BF16)
         offset_peak = tl.maximum(offset_peak, tl.abs(zero))
         tl.store(zeros + line, zero.to(zeros.dtype.element_ty), mask=live[:, None])
 
