@@ -390,40 +390,87 @@ def choose_by_range(
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
     centroids = table.shape[2]
-    lens = weights.sqrt().unsqueeze(2)  # [B, H, 1, D]
-    origin = table.mean(2, keepdim=True, dtype=torch.float32)
-    seen = (table - origin) * lens
-    # FP16 operands: brought to 64, which leaves tokens a thousand times that.
-    scale = 64.0 / seen.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
-    seen = seen * scale
-    labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=x.device)
-    group_weights = weights.unflatten(-1, (-1, group_size)).sum(-1)
-    with on_device(x.device):
+    device = x.device
+    table = table.contiguous()
+    count, whole = batch * heads, max(16, triton.next_power_of_2(centroids))
+    block = max(16, triton.next_power_of_2(size))
+    sizes = [count * size, count * size, count * centroids, count * (size // group_size)]
+    origin, lens, norms, group_weights = torch.empty(sum(sizes), device=device).split(sizes)
+    seen = torch.empty(table.shape, dtype=torch.float16, device=device)
+    labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
+    with on_device(device):
+        _see[(count,)](
+            table,
+            weights.contiguous(),
+            origin,
+            seen,
+            norms,
+            lens,
+            group_weights,
+            centroids,
+            D=size,
+            BD=block,
+            BK=whole,
+            GROUP=group_size,
+            num_warps=16,
+            enable_fp_fusion=False,
+        )
         _choose[(triton.cdiv(tokens, CHOOSE_TOKENS * CHOOSE_BLOCKS), batch * heads)](
             x,
             *x.stride()[:3],
-            origin.contiguous(),
-            table.contiguous(),
-            seen.half().contiguous(),
-            (seen.square().sum(-1) / 2).contiguous(),
-            (lens * scale).contiguous(),
-            group_weights.contiguous(),
+            origin,
+            table,
+            seen,
+            norms,
+            lens,
+            group_weights,
             labels,
             heads,
             tokens,
             centroids,
             ALIGN=row_alignment(x),
             D=size,
-            BD=max(16, triton.next_power_of_2(size)),
+            BD=block,
             BT=CHOOSE_TOKENS,
             STEPS=CHOOSE_BLOCKS,
-            BK=max(16, triton.next_power_of_2(centroids)),
+            BK=whole,
             GROUP=group_size,
             CANDIDATES=candidates,
             num_warps=CHOOSE_WARPS,
             enable_fp_fusion=True,
         )
     return labels
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _see(
+    table, weights, origin, seen, half_norms, lens, group_weights, centroids, D: tl.constexpr,
+    BD: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """What the choice needs of a head: its table less the origin, through the metric, in FP16.
+
+    Brought to 64, which leaves tokens a thousand times that.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, BK)
+    channel = tl.arange(0, BD)
+    line = head * centroids + number
+    place = line[:, None] * D + channel[None, :]
+    inside = (number < centroids)[:, None] & (channel < D)[None, :]
+    weight = tl.load(weights + head * D + channel, mask=channel < D, other=0.0)
+    eye = tl.sqrt(weight)
+    rows = tl.load(table + place, mask=inside, other=0.0).to(tl.float32)
+    middle = tl.sum(rows, 0) / centroids
+    rows = tl.where(inside, (rows - middle[None, :]) * eye[None, :], 0.0)
+    scale = 64.0 / tl.maximum(tl.max(tl.max(tl.abs(rows), 1), 0), 1e-30)
+    rows *= scale
+    tl.store(origin + head * D + channel, middle, mask=channel < D)
+    tl.store(lens + head * D + channel, eye * scale, mask=channel < D)
+    tl.store(seen + place, rows.to(tl.float16), mask=inside)
+    tl.store(half_norms + line, tl.sum(rows * rows, 1) * 0.5, mask=number < centroids)
+    group = tl.arange(0, BD // GROUP)
+    sums = tl.sum(tl.reshape(weight, [BD // GROUP, GROUP]), 1)
+    tl.store(group_weights + head * (D // GROUP) + group, sums, mask=group < D // GROUP)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
