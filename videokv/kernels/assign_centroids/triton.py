@@ -398,6 +398,7 @@ def choose_by_range(
     origin, lens, norms, group_weights = torch.empty(sum(sizes), device=device).split(sizes)
     seen = torch.empty(table.shape, dtype=torch.float16, device=device)
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
+    rows = CHOOSE_TOKENS if block <= 128 else min(CHOOSE_TOKENS, 64)  # by shared memory
     with on_device(device):
         _see[(count,)](
             table,
@@ -415,7 +416,7 @@ def choose_by_range(
             num_warps=16,
             enable_fp_fusion=False,
         )
-        _choose[(triton.cdiv(tokens, CHOOSE_TOKENS * CHOOSE_BLOCKS), batch * heads)](
+        _choose[(triton.cdiv(tokens, rows * CHOOSE_BLOCKS), batch * heads)](
             x,
             *x.stride()[:3],
             origin,
@@ -431,7 +432,7 @@ def choose_by_range(
             ALIGN=row_alignment(x),
             D=size,
             BD=block,
-            BT=CHOOSE_TOKENS,
+            BT=rows,
             STEPS=CHOOSE_BLOCKS,
             BK=whole,
             GROUP=group_size,
@@ -523,7 +524,7 @@ def _choose(
         found = ()
         for _ in tl.static_range(CANDIDATES):
             smallest = tl.min(first_key, 1)
-            found = found + (tl.minimum(number_of(smallest), centroids - 1),)
+            found = found + (tl.minimum(number_of(smallest), centroids - 1),)  # type: ignore[assignment]
             taken = first_key == smallest[:, None]
             first_key = tl.where(taken, later_key, first_key)
             later_key = tl.where(taken, 3.0e38, later_key)
@@ -533,7 +534,7 @@ def _choose(
         best = tl.full([BT], float("inf"), tl.float32)
         label = tl.zeros([BT], tl.int32)
         for candidate in tl.static_range(CANDIDATES):
-            near = found[candidate]
+            near = found[candidate]  # type: ignore[var-annotated]
             where = (head * centroids + near)[:, None] * D + channel[None, :]
             inside = live[:, None] & (channel < D)[None, :]
             rest = values - tl.load(table + where, mask=inside, other=0.0).to(tl.float32)

@@ -93,8 +93,8 @@ def launch(
     zeros = _zeros(shape, format, device)
     facts = torch.zeros(batch * heads, FACTS, dtype=torch.int32, device=device)
     levels = reach(format.bits) if format.symmetric else (1 << format.bits) - 1
-    half = x.dtype != torch.float32
-    if half and by_token and rotation is not None and _two_bit_offsets(format) and size >= 32:
+    fits = x.dtype != torch.float32 and 32 <= size <= 128  # tile and matrix in shared memory
+    if fits and by_token and rotation is not None and _two_bit_offsets(format):
         blocks = -(-tokens // turning.ROWS)
         stretch = max(1, min(turning.LONGEST, blocks * batch * heads // TURNED_PROGRAMS))
         with on_device(device):

@@ -62,7 +62,7 @@ def owned(
             if table is not None:
                 middle = tl.load(centre + part * 8, mask=used[:, :, None], other=0.0)
                 values -= middle.to(tl.float32)
-            parts = parts + (values,)
+            parts = parts + (values,)  # type: ignore[assignment]
             lower, higher = extremes(values, 2, NATIVE)
             low = tl.minimum(low, lower, propagate_nan=tl.PropagateNan.ALL)
             high = tl.maximum(high, higher, propagate_nan=tl.PropagateNan.ALL)

@@ -54,7 +54,7 @@ def _kernel(
         for column in tl.static_range(RANK):
             values = tl.load(mine + column * D + channel, mask=used, other=0.0)
             # Over the rows, which are the columns too.
-            products = products + (tl.sum(rows * values[:, None], 0),)
+            products = products + (tl.sum(rows * values[:, None], 0),)  # type: ignore[assignment]
         tl.debug_barrier()  # everyone has read
         for column in tl.static_range(RANK):
             tl.store(mine + column * D + channel, products[column], mask=used)
