@@ -23,7 +23,7 @@ def case(size, rank, *, tokens=131, dtype=torch.float16):
     return [t.to(DEVICE) for t in (keys, keys.float() + noise, basis.bfloat16(), moment)]
 
 
-@pytest.mark.parametrize(("size", "rank"), [(64, 8), (80, 3), (128, 17)])
+@pytest.mark.parametrize(("size", "rank"), [(64, 8), (80, 3), (128, 12)])
 def test_the_reference_and_the_float64_oracle(size, rank):
     keys, decoded, basis, moment = case(size, rank)
     basis = basis.float()

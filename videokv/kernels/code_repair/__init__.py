@@ -16,7 +16,7 @@ from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, want
 
 __all__ = ["MAX_RANK", "MAX_SIZE", "code_repair", "kernel_refusal"]
 
-MAX_RANK = 32
+MAX_RANK = 16  # columns that are written out one after the other
 MAX_SIZE = 256
 
 

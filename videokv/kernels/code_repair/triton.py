@@ -1,4 +1,7 @@
-"""The Triton kernel: errors are found in registers and multiplied with both operands at once."""
+"""The Triton kernel: errors are found in registers and multiplied with both operands there.
+
+In float32 sums of products: eight columns a side are too few for tensor cores to pay.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.blocks import row_alignment
-from videokv.kernels.gpu import on_device, products
+from videokv.kernels.gpu import on_device
 from videokv.kernels.numbers import round_even
 
 ROWS = 64
@@ -45,10 +48,9 @@ def code_repair(
             BD=max(16, triton.next_power_of_2(size)),
             BT=ROWS,
             RANK=rank,
-            BR=max(16, triton.next_power_of_2(rank)),
-            PRECISION=products(torch.float32, device),
+            BR=triton.next_power_of_2(rank),
             num_warps=WARPS,
-            enable_fp_fusion=False,
+            enable_fp_fusion=True,
         )
     return codes, scales, kept
 
@@ -57,7 +59,7 @@ def code_repair(
 def _kernel(
     x, x_b, x_h, x_t, decoded, basis, seen, quadratic, codes, scales, kept, heads, tokens,
     ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, RANK: tl.constexpr,
-    BR: tl.constexpr, PRECISION: tl.constexpr,
+    BR: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -70,24 +72,29 @@ def _kernel(
     place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
     error = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     error -= tl.load(decoded + row[:, None] * D + channel[None, :], mask=inside, other=0.0)
-    across = head * D * RANK + channel[:, None] * RANK + rank[None, :]
-    some = (channel < D)[:, None] & (rank < RANK)[None, :]
-    span = tl.load(basis + across, mask=some, other=0.0)
-    exact = tl.dot(error, span, input_precision=PRECISION)
-    span = tl.load(seen + across, mask=some, other=0.0)
-    pulled = tl.dot(error, span, input_precision=PRECISION)
-    square = head * RANK * RANK + rank[:, None] * RANK + rank[None, :]
-    some = (rank < RANK)[:, None] & (rank < RANK)[None, :]
-    form = tl.load(quadratic + square, mask=some, other=0.0)
+    exact = tl.zeros([BT, BR], tl.float32)
+    pulled = tl.zeros([BT, BR], tl.float32)
+    across = head * D * RANK + channel * RANK
+    for column in tl.static_range(RANK):
+        mine = rank[None, :] == column
+        span = tl.load(basis + across + column, mask=channel < D, other=0.0)
+        exact = tl.where(mine, tl.sum(error * span[None, :], 1)[:, None], exact)
+        span = tl.load(seen + across + column, mask=channel < D, other=0.0)
+        pulled = tl.where(mine, tl.sum(error * span[None, :], 1)[:, None], pulled)
 
     largest = tl.max(tl.abs(exact), 1)
     scale = tl.minimum(largest / 127.0, 65504.0).to(tl.float16)
     wide = scale.to(tl.float32)
-    divisor = tl.where(wide > 0, wide, float("inf"))
-    code = round_even(exact / divisor[:, None])
+    inverse = tl.where(wide > 0, 1.0 / tl.maximum(wide, 1e-30), 0.0)
+    code = round_even(exact * inverse[:, None])
     code = tl.minimum(tl.maximum(code, -127.0), 127.0)
     stored = code * wide[:, None]
-    change = tl.dot(stored, form, input_precision=PRECISION) - 2.0 * pulled
+    change = -2.0 * pulled
+    for column in tl.static_range(RANK):
+        line = head * RANK * RANK + column * RANK + rank
+        form = tl.load(quadratic + line, mask=rank < RANK, other=0.0)
+        weight = tl.sum(tl.where(rank[None, :] == column, stored, 0.0), 1)
+        change += weight[:, None] * form[None, :]
     helps = tl.sum(change * stored, 1) < 0
     target = codes + row[:, None] * RANK + rank[None, :]
     code = tl.where(helps[:, None], code, 0.0).to(tl.int8)
