@@ -22,9 +22,10 @@ import torch
 
 from videokv.kernels import assign_centroids, gpu, quantize_groups
 from videokv.kernels import reconstruct as reading
-from videokv.kernels.assign_centroids import Clusters, choice
+from videokv.kernels.assign_centroids import Clusters, choice, triton_step
 from videokv.kernels.assign_centroids import triton as centroids
 from videokv.kernels.quantize_groups import triton as quantizing
+from videokv.kernels.quantize_groups import triton_owned, triton_turned
 from videokv.kernels.reconstruct import triton as reconstruction
 from videokv.protocols import EncodeContext
 from videokv.recipes import recipe
@@ -72,12 +73,19 @@ KERNELS: dict[str, list[tuple[int, ...]]] = {
         (8192, 8, 1, 1056, 0, 1),
         (8192, 4, 8, 528, 128, 1),
     ],
-    "quantize-rtn": [(4096, 8, 8), (4096, 4, 8), (8192, 8, 8), (2048, 4, 8), (4096, 8, 2)],
-    "quantize-quarot": [(8192, 8, 8), (8192, 4, 8), (4096, 4, 8), (4096, 8, 8)],
-    "quantize-qvg": [(4096, 8, 8), (4096, 4, 8), (8192, 8, 8), (2048, 4, 8)],
+    "quantize-rtn": [(128, 4, 8), (128, 4, 1), (128, 4, 3), (256, 8, 8), (64, 2, 8), (256, 4, 8)],
+    "quantize-quarot": [
+        (128, 8, 2, 8),
+        (128, 8, 3, 8),
+        (64, 4, 2, 8),
+        (64, 4, 3, 16),
+        (128, 8, 2, 16),
+    ],
+    "quantize-qvg": [(128, 4, 8), (128, 4, 1), (128, 4, 3), (256, 8, 8), (64, 2, 8), (256, 4, 8)],
+    "cluster": [(128, 8, 2), (128, 8, 3), (128, 8, 1), (64, 8, 2)],
     "assign": [(128, 8, 8), (64, 4, 8), (64, 8, 8), (128, 8, 4), (64, 4, 32)],
     "sum": [(64, 128, 8, 3), (64, 256, 8, 3), (128, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
-    "choose": [(64, 8, 8), (32, 4, 8), (32, 8, 8)],
+    "choose": [(128, 8, 5), (128, 8, 10), (64, 4, 10), (64, 8, 8)],
 }
 
 
@@ -214,11 +222,11 @@ def quantizing_case(label: str, tensors: list[torch.Tensor]) -> Case:
     }
 
     def apply(setting: tuple[int, ...]) -> None:
-        elements, warps, quantizing.LONGEST = setting
         if rotation is None:
-            quantizing.BLOCK_ELEMENTS, quantizing.WARPS = elements, warps
+            triton_owned.GROUPS, triton_owned.WARPS, triton_owned.LONGEST = setting
         else:
-            quantizing.ROTATED_ELEMENTS, quantizing.ROTATED_WARPS = elements, warps
+            triton_turned.ROWS, triton_turned.WARPS = setting[:2]
+            triton_turned.STAGES, triton_turned.LONGEST = setting[2:]
 
     packed = quantizing.launch(tensors[0], **fixed)[0]
     return Case(
@@ -230,7 +238,7 @@ def quantizing_case(label: str, tensors: list[torch.Tensor]) -> Case:
 
 
 def centroids_case(name: str, tensors: list[torch.Tensor]) -> Case:
-    """One half of an iteration of k-means."""
+    """One half of an iteration of k-means, two iterations in one pass each, QSAC's choice."""
     stored = tensors[0][:, :, :256].contiguous()
     table = stored.float()
     origin = table.mean(2, keepdim=True)
@@ -241,6 +249,8 @@ def centroids_case(name: str, tensors: list[torch.Tensor]) -> Case:
     def apply(setting: tuple[int, ...]) -> None:
         if name == "assign":
             centroids.ASSIGN_TOKENS, centroids.ASSIGN_WARPS, centroids.ASSIGN_BLOCKS = setting
+        elif name == "cluster":
+            triton_step.STEP_TOKENS, triton_step.STEP_WARPS, triton_step.STEP_STAGES = setting
         elif name == "choose":
             centroids.CHOOSE_TOKENS, centroids.CHOOSE_WARPS, centroids.CHOOSE_BLOCKS = setting
         else:
@@ -249,6 +259,8 @@ def centroids_case(name: str, tensors: list[torch.Tensor]) -> Case:
 
     if name == "assign":
         calls = [partial(centroids.nearest_one, x, origin, table) for x in tensors]
+    elif name == "cluster":
+        calls = [partial(triton_step.cluster, x, stored, iterations=2) for x in tensors]
     elif name == "choose":
         weights = torch.ones(*SHAPE[:2], SHAPE[3], device=stored.device)
         options = {"group_size": 64, "candidates": 4}
@@ -256,9 +268,12 @@ def centroids_case(name: str, tensors: list[torch.Tensor]) -> Case:
     else:
         calls = [partial(centroids.means, x, origin, labels, table) for x in tensors]
     check = partial(assign_centroids._self_check, tensors[0])
+    if name == "cluster":
+        check = partial(assign_centroids._step_self_check, tensors[0], stored)
     if name == "choose":
         check = partial(range_check, tensors[0], stored, weights, options)
-    return Case(apply, check, calls, tensors[0].nbytes + labels.nbytes)
+    passes = 2 if name == "cluster" else 1
+    return Case(apply, check, calls, passes * tensors[0].nbytes + labels.nbytes)
 
 
 def range_check(

@@ -60,8 +60,10 @@ def _cases() -> dict:
 
     from videokv.kernels.assign_centroids import triton as centroids
     from videokv.kernels.assign_centroids import triton_few as few
+    from videokv.kernels.assign_centroids import triton_step
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
+    from videokv.kernels.code_repair import triton as coding
     from videokv.kernels.copy_rows import triton as copying
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
@@ -211,6 +213,16 @@ def _cases() -> dict:
         "assign": partial(centroids.nearest_one, x.float(), origin, table),
         "means": partial(centroids.means, x.float(), origin, labels, table),
         "means of 16 bits": partial(centroids.means, x, origin, labels, table),
+        "assign and sum in one pass": partial(
+            triton_step.cluster, x, table.repeat(1, 1, 16, 1), iterations=1
+        ),
+        "code repair": lambda: coding.code_repair(
+            x,
+            x.float(),
+            weights[..., None].repeat(1, 1, 1, 8),
+            weights[..., None].repeat(1, 1, 1, 8),
+            torch.ones(1, 2, 8, 8),
+        ),
         "choose": partial(
             centroids.choose_by_range, x, table, weights, group_size=64, candidates=4
         ),

@@ -9,6 +9,7 @@ from videokv.kernels.assign_centroids import choice, cluster, reference
 
 pytest.importorskip("triton")
 from videokv.kernels.assign_centroids import triton as kernel  # noqa: E402
+from videokv.kernels.assign_centroids import triton_step  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,6 +51,35 @@ def test_half_precision_tokens_with_strides():
     labels = kernel.nearest_one(x, origin, table)
     want = reference.nearest(x.float() - origin, table, count=1)[..., 0]
     assert (labels.long() != want).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("tokens", "centroids", "size"), [(1, 1, 64), (300, 150, 80), (1500, 20, 64)]
+)
+def test_an_iteration_that_reads_the_tokens_once(tokens, centroids, size):
+    x = draw(1, tokens, 2, size, dtype=torch.float16).transpose(1, 2)
+    start = draw(1, 2, centroids, size, seed=1)
+    labels, table = triton_step.cluster(x, start, iterations=2)
+    before = triton_step.cluster(x, start, iterations=1)[1]
+    distances = (x.double().unsqueeze(3) - before.double().unsqueeze(2)).square().sum(-1)
+    chosen = distances.gather(3, labels.long().unsqueeze(3)).sum()
+    assert float(chosen / distances.amin(3).sum().clamp(min=1e-9)) < 1.002
+    exact = reference.means(x.double(), labels.long(), before.double())
+    assert float((table - exact).abs().max()) < 1e-4
+    again = triton_step.cluster(x, start, iterations=2)
+    assert torch.equal(again[0], labels) and torch.equal(again[1], table)
+
+
+def test_an_iteration_in_one_pass_bounds_labels_of_lost_tokens_and_keeps_empty_clusters():
+    x = draw(1, 1, 70, 64, dtype=torch.float16)
+    start = torch.cat([draw(1, 1, 4, 64), torch.full((1, 1, 1, 64), 400.0, device=DEVICE)], 2)
+    table = triton_step.cluster(x, start, iterations=2)[1]
+    assert torch.equal(table[:, :, 4], start[:, :, 4])
+    x[:, :, 3] = torch.nan
+    assert int(triton_step.cluster(x, start, iterations=2)[0].max()) < 5
+    assert package.step_refusal(x.float(), start) and triton_step.refusal(
+        draw(1, 1, 4, 256, dtype=torch.float16), centroids=256
+    )
 
 
 @pytest.mark.parametrize(("size", "group", "centroids"), [(64, 32, 16), (80, 16, 9), (64, 64, 3)])

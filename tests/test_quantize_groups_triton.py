@@ -64,6 +64,19 @@ def test_the_same_bits_as_the_reference(name, dtype):
     same(kernel.quantize(x, format=format, rotation=None), x, format)
 
 
+@pytest.mark.parametrize(("size", "group"), [(128, 32), (64, 16), (64, 64), (32, 16)])
+def test_rotated_groups_in_lanes_are_those_of_rotated_tokens(size, group):
+    x, format, rotation = draw(2, 2, 150, size, dtype=F16), GroupFormat(2, group), Rotation(size)
+    got, got_facts = kernel.quantize(x, format=format, rotation=rotation)
+    want, facts = reference.quantize(rotation.apply(x.float()), format=format)
+    codes = pack(want.codes, bits=2)
+    assert float((got.packed != codes).float().mean()) < 5e-3
+    assert float((got.steps.float() != want.steps.float()).float().mean()) < 5e-3
+    assert float((got.zeros.float() - want.zeros.float()).abs().max()) < 0.05
+    assert got_facts.magnitude == pytest.approx(float(facts[0]), rel=1e-5)
+    assert got_facts.normalised == 0
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 @pytest.mark.parametrize("name", FORMATS)

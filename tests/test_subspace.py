@@ -130,7 +130,7 @@ def sparse_case(keep: int, *, tokens_count: int = 300):
     error[0, 0, 7 : 7 + keep] = tokens(keep, 64)
     error[0, 1, -(keep // 2) :] = tokens(keep // 2, 64, seed=1)
     m = moment(2, 64)
-    return error, fit_repair(error, principal_directions(m, rank=8), m)
+    return error, fit_repair(error, torch.zeros_like(error), principal_directions(m, rank=8), m)
 
 
 @pytest.mark.parametrize("keep", [2, 100, 249, 250, 251, 290])
@@ -166,7 +166,7 @@ def test_rows_that_get_worse_are_dropped():
     m = moment(1, 64, strong=3)
     basis = torch.linalg.qr(tokens(1, 1, 64, 4, seed=5)).Q.to(torch.bfloat16)
     error = tokens(1, 1, 500, 64) / 10
-    repair = fit_repair(error, basis, m)
+    repair = fit_repair(error, torch.zeros_like(error), basis, m)
     kept = repair.kept(500)[0, 0, :, 0].bool()
     assert 50 < int(kept.sum()) < 450 and not repair.complete
 

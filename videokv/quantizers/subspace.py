@@ -9,18 +9,19 @@ too large and nearly as bad as none, which is why it cannot be had here.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from videokv.kernels.code_repair import code_repair
 from videokv.kernels.reconstruct import LowRank, Parts, fused, inner_parts
 from videokv.kernels.subspace_iteration import iterate
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers.inputs import check_count, checked
 
-CODE_TOP = 127
 HALF_TOP = 65504.0
 PLACE_LIMIT = 1 << 16  # token indices below it are stored in 16 bits
 SHIFT = 1e-3  # of the mean eigenvalue
@@ -179,12 +180,12 @@ class Subspace:
         if moment is None:
             return SubspaceChunk(packed, None)
         check_moment(moment, x)
-        error = packed.decode(torch.float32)
-        torch.sub(x, error, out=error)
         basis, place = self._shared_basis(before, x)
         if basis is None:
             basis = principal_directions(moment, rank=self.rank)
-        return SubspaceChunk(packed, fit_repair(error, basis, moment), place)
+        return SubspaceChunk(
+            packed, fit_repair(x, packed.decode(torch.float32), basis, moment), place
+        )
 
     def _shared_basis(self, before: Packed | None, x: Tensor) -> tuple[Tensor | None, int]:
         """The basis of the chunk before and the place after it, or (None, 0) for a new one.
@@ -219,45 +220,36 @@ def principal_directions(moment: Tensor, *, rank: int) -> Tensor:
     matrix = moment.double()
     size = matrix.shape[-1]
     trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    # A multiple of the identity leaves directions as they are and bounds every condition number.
-    shift = SHIFT / size * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    start, shift = _start(size, rank, matrix.device)
     matrix = matrix / torch.where(trace > 0, trace, 1.0) + shift
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(size, rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
     basis = iterate(matrix, start, first=FIRST_ROUNDS, rounds=ROUNDS)
     largest = basis.gather(-2, basis.abs().argmax(-2, keepdim=True))
     return (basis * largest.sign()).to(torch.bfloat16)
 
 
-def fit_repair(error: Tensor, basis: Tensor, moment: Tensor) -> Repair | None:
+@functools.lru_cache(maxsize=16)
+def _start(size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random directions ``[size, rank]``, and a multiple of the identity that leaves directions as
+    they are and bounds every condition number: float64."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(size, rank, generator=generator, dtype=torch.float64)
+    shift = SHIFT / size * torch.eye(size, dtype=torch.float64, device=device)
+    return start.to(device), shift
+
+
+def fit_repair(keys: Tensor, decoded: Tensor, basis: Tensor, moment: Tensor) -> Repair | None:
     """Code C = E U, keep the rows that it helps, in the smaller layout; None if it helps none.
 
-    error: float32 ``[B, H, T, D]``; basis: ``[B, H, D, r]``; moment: ``[B, H, D, D]``.
+    keys ``[B, H, T, D]``; decoded: float32 like them, overwritten; basis: ``[B, H, D, r]``;
+    moment: ``[B, H, D, D]``. Synchronises once.
     """
-    exact = error @ basis.float()
-    largest = exact.abs().amax(-1, keepdim=True)
-    scales = (largest / CODE_TOP).clamp(max=HALF_TOP).half()
-    divisor = torch.where(scales > 0, scales.float(), torch.inf)
-    codes = (exact / divisor).round_().clamp_(-CODE_TOP, CODE_TOP)
-    kept = _helps(error, codes * scales.float(), basis.float(), moment.float())  # [B, H, T]
-    scales = scales * kept.unsqueeze(-1)
-    codes = codes.mul_(kept.unsqueeze(-1)).to(torch.int8)
+    codes, scales, kept = code_repair(keys, decoded, basis, moment)
     count = kept.sum(-1)
     total, longest = torch.stack([count.sum(), count.amax()]).tolist()
     if total == 0:
         return None
     dense = Repair(basis, codes, scales, None, complete=total == kept.numel())
     return _sparse_if_smaller(dense, kept, longest)
-
-
-def _helps(error: Tensor, coefficients: Tensor, basis: Tensor, moment: Tensor) -> Tensor:
-    """Whether adding c U^T lowers e^T M e: -2 e^T M U c + c^T U^T M U c < 0, bool ``[B, H, T]``.
-
-    Exact for any basis; for true eigenvectors it is the paper's sum of lambda (C - sCq)^2.
-    """
-    seen = moment @ basis  # [B, H, D, r]
-    quadratic = coefficients @ (basis.mT @ seen) - 2 * (error @ seen)
-    return (quadratic * coefficients).sum(-1) < 0
 
 
 def _sparse_if_smaller(dense: Repair, kept: Tensor, longest: int) -> Repair:

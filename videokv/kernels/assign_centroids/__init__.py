@@ -59,6 +59,9 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
 
 
 def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
+    if step_refusal(x, start) is None:
+        found: tuple[Tensor, Tensor] = _step_kernel().cluster(x, start, iterations=iterations)
+        return found
     kernel = _kernel()
     # Float32 tokens lose what lies below 2^-11 of their distance from the origin; others nothing.
     near = x if x.dtype == torch.float32 else start
@@ -153,6 +156,32 @@ def kernel_refusal(x: Tensor) -> str | None:
     return checked_refusal("assign_centroids", (size, x.dtype), x.device, lambda: _self_check(x))
 
 
+def step_refusal(x: Tensor, start: Tensor) -> str | None:
+    """Why an iteration reads the tokens twice, or None. The first use of one pass is checked."""
+    kernel, centroids = _step_kernel(), start.shape[2]
+    refusal: str | None = kernel.refusal(x, centroids=centroids)
+    if refusal is not None:
+        return refusal
+    config = (x.shape[3], x.dtype, (centroids - 1).bit_length())
+    return checked_refusal("kmeans_step", config, x.device, lambda: _step_self_check(x, start))
+
+
+def _step_self_check(x: Tensor, start: Tensor) -> str | None:
+    """One iteration: how much farther its choices are than the nearest, and means of its labels."""
+    tokens, table = x.detach()[:2, :2, :500], start.detach()[:2, :2]
+    labels, means = _step_kernel().cluster(tokens, table, iterations=1)
+    tokens, table = tokens.float(), table.float()
+    best = reference.nearest(
+        tokens - table.mean(2, keepdim=True), table - table.mean(2, keepdim=True), count=1
+    )
+    far, near = ((tokens - gather_centroids(table, ids)).norm() for ids in (labels, best[..., 0]))
+    spread = (tokens - tokens.mean(2, keepdim=True)).norm()
+    off = float((means - reference.means(tokens, labels.long(), table)).norm() / tokens.norm())
+    if float(far) <= 1.001 * float(near) + 1e-3 * float(spread) and off <= 1e-3:
+        return None
+    return f"self-check failed: distances {float(far):.4g} for {float(near):.4g}, means {off:.1e}"
+
+
 def _self_check(x: Tensor) -> str | None:
     """Means for given labels, and how much farther the kernel's choices are than the nearest."""
     tokens = x.detach()[:2, :2, :500]
@@ -173,6 +202,12 @@ def _kernel() -> Any:
     from videokv.kernels.assign_centroids import triton
 
     return triton
+
+
+def _step_kernel() -> Any:
+    from videokv.kernels.assign_centroids import triton_step
+
+    return triton_step
 
 
 def nearest(x: Tensor, centroids: Tensor, *, count: int = 1) -> Tensor:

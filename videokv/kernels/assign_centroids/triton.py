@@ -35,8 +35,8 @@ SUM_TOKENS = 64
 SUM_CENTROIDS = 128
 SUM_WARPS = 4
 SUM_STAGES = 3
-CHOOSE_TOKENS = 64
-CHOOSE_BLOCKS = 8
+CHOOSE_TOKENS = 128
+CHOOSE_BLOCKS = 5
 CHOOSE_WARPS = 8
 STRETCHES = 11  # of tokens that are summed apart: with 12 heads and 256 centroids two programs each
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch", "stretches"]
@@ -228,7 +228,7 @@ def _assign(
         for first in range(begin, tl.minimum(begin + stretch, tokens), BT):
             token = first + tl.arange(0, BT)
             live = token < tokens
-            block = _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
+            block = raw_tokens(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
             distance = constant[None, :] - tl.dot(block, rows)
             smallest = tl.min(distance, 1)
             label = tl.min(tl.where(distance == smallest[:, None], number[None, :], BK), 1)
@@ -273,7 +273,7 @@ def _sum(
             tl.atomic_add(counts + head * centroids + label, 1, mask=live)
         label = tl.where(live, label, -1)
         if HALF:
-            block = _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
+            block = raw_tokens(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
         else:
             block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
         belongs = (number[:, None] == label[None, :]).to(block.dtype)
@@ -284,7 +284,9 @@ def _sum(
 
 
 @triton.jit
-def _raw(x, x_b, x_h, x_t, head, heads, token, live, channel, D: tl.constexpr, ALIGN: tl.constexpr):
+def raw_tokens(
+    x, x_b, x_h, x_t, head, heads, token, live, channel, D: tl.constexpr, ALIGN: tl.constexpr
+):
     """Tokens as they are; 0 outside."""
     base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
     place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
@@ -316,40 +318,88 @@ def choose_by_range(
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
     centroids = table.shape[2]
-    lens = weights.sqrt().unsqueeze(2)  # [B, H, 1, D]
-    origin = table.mean(2, keepdim=True, dtype=torch.float32)
-    seen = (table - origin) * lens
-    # FP16 operands: brought to 64, which leaves tokens a thousand times that.
-    scale = 64.0 / seen.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
-    seen = seen * scale
-    labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=x.device)
-    group_weights = weights.unflatten(-1, (-1, group_size)).sum(-1)
-    with on_device(x.device):
-        _choose[(triton.cdiv(tokens, CHOOSE_TOKENS * CHOOSE_BLOCKS), batch * heads)](
+    device = x.device
+    table = table.contiguous()
+    count, whole = batch * heads, max(16, triton.next_power_of_2(centroids))
+    block = max(16, triton.next_power_of_2(size))
+    sizes = [count * size, count * size, count * centroids, count * (size // group_size)]
+    origin, lens, norms, group_weights = torch.empty(sum(sizes), device=device).split(sizes)
+    seen = torch.empty(table.shape, dtype=torch.float16, device=device)
+    labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
+    rows = CHOOSE_TOKENS if block <= 128 else min(CHOOSE_TOKENS, 64)  # by shared memory
+    with on_device(device):
+        _see[(count,)](
+            table,
+            weights.contiguous(),
+            origin,
+            seen,
+            norms,
+            lens,
+            group_weights,
+            centroids,
+            D=size,
+            BD=block,
+            BK=whole,
+            GROUP=group_size,
+            num_warps=16,
+            enable_fp_fusion=False,
+        )
+        _choose[(triton.cdiv(tokens, rows * CHOOSE_BLOCKS), batch * heads)](
             x,
             *x.stride()[:3],
-            origin.contiguous(),
-            table.contiguous(),
-            seen.half().contiguous(),
-            (seen.square().sum(-1) / 2).contiguous(),
-            (lens * scale).contiguous(),
-            group_weights.contiguous(),
+            origin,
+            table,
+            seen,
+            norms,
+            lens,
+            group_weights,
             labels,
             heads,
             tokens,
             centroids,
             ALIGN=row_alignment(x),
             D=size,
-            BD=max(16, triton.next_power_of_2(size)),
-            BT=CHOOSE_TOKENS,
+            BD=block,
+            BT=rows,
             STEPS=CHOOSE_BLOCKS,
-            BK=max(16, triton.next_power_of_2(centroids)),
+            BK=whole,
             GROUP=group_size,
             CANDIDATES=candidates,
             num_warps=CHOOSE_WARPS,
             enable_fp_fusion=True,
         )
     return labels
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _see(
+    table, weights, origin, seen, half_norms, lens, group_weights, centroids, D: tl.constexpr,
+    BD: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """What the choice needs of a head: its table less the origin, through the metric, in FP16.
+
+    Brought to 64, which leaves tokens a thousand times that.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, BK)
+    channel = tl.arange(0, BD)
+    line = head * centroids + number
+    place = line[:, None] * D + channel[None, :]
+    inside = (number < centroids)[:, None] & (channel < D)[None, :]
+    weight = tl.load(weights + head * D + channel, mask=channel < D, other=0.0)
+    eye = tl.sqrt(weight)
+    rows = tl.load(table + place, mask=inside, other=0.0).to(tl.float32)
+    middle = tl.sum(rows, 0) / centroids
+    rows = tl.where(inside, (rows - middle[None, :]) * eye[None, :], 0.0)
+    scale = 64.0 / tl.maximum(tl.max(tl.max(tl.abs(rows), 1), 0), 1e-30)
+    rows *= scale
+    tl.store(origin + head * D + channel, middle, mask=channel < D)
+    tl.store(lens + head * D + channel, eye * scale, mask=channel < D)
+    tl.store(seen + place, rows.to(tl.float16), mask=inside)
+    tl.store(half_norms + line, tl.sum(rows * rows, 1) * 0.5, mask=number < centroids)
+    group = tl.arange(0, BD // GROUP)
+    sums = tl.sum(tl.reshape(weight, [BD // GROUP, GROUP]), 1)
+    tl.store(group_weights + head * (D // GROUP) + group, sums, mask=group < D // GROUP)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -384,8 +434,7 @@ def _choose(
     eye = tl.load(lens + head * D + channel, mask=channel < D, other=0.0)
     place = (head * centroids + number)[None, :] * D + channel[:, None]
     rows = tl.load(seen + place, mask=(channel < D)[:, None] & there[None, :], other=0.0)
-    half = tl.load(half_norms + head * centroids + number, mask=there, other=float("inf"))
-    middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
+    half = tl.load(half_norms + head * centroids + number, mask=there, other=3.0e38)
     group = tl.arange(0, BD // GROUP)
     weight = tl.load(
         group_weights + head * (D // GROUP) + group, mask=group < D // GROUP, other=0.0
@@ -396,18 +445,27 @@ def _choose(
         live = token < tokens
         block = _tokens(x, x_b, x_h, x_t, origin, head, heads, token, live, channel, D, ALIGN)
         view = tl.minimum(tl.maximum(block * eye[None, :], -60000.0), 60000.0).to(tl.float16)
-        distance = half[None, :] - tl.dot(view, rows)
+        keys = numbered(half[None, :] - tl.dot(view, rows), number)
+        # Pairs in order: who is taken is followed by the other, and half as many are looked at.
+        one, other = tl.split(tl.reshape(keys, [BT, BK // 2, 2]))
+        first_key, later_key = tl.minimum(one, other), tl.maximum(one, other)
+        found = ()
+        for _ in tl.static_range(CANDIDATES):
+            smallest = tl.min(first_key, 1)
+            found = found + (tl.minimum(number_of(smallest), centroids - 1),)  # type: ignore[assignment]
+            taken = first_key == smallest[:, None]
+            first_key = tl.where(taken, later_key, first_key)
+            later_key = tl.where(taken, 3.0e38, later_key)
+        # Read again: to keep the tokens beside the distances would take too many registers.
+        values = raw_tokens(x, x_b, x_h, x_t, head, heads, token, live, channel, D, ALIGN)
+        values = values.to(tl.float32)
         best = tl.full([BT], float("inf"), tl.float32)
         label = tl.zeros([BT], tl.int32)
-        for _ in tl.static_range(CANDIDATES):
-            smallest = tl.min(distance, 1)
-            near = tl.min(tl.where(distance == smallest[:, None], number[None, :], 1 << 30), 1)
-            distance = tl.where(number[None, :] == near[:, None], float("inf"), distance)
-            near = tl.minimum(near, centroids - 1)
+        for candidate in tl.static_range(CANDIDATES):
+            near = found[candidate]  # type: ignore[var-annotated]
             where = (head * centroids + near)[:, None] * D + channel[None, :]
             inside = live[:, None] & (channel < D)[None, :]
-            centre = tl.load(table + where, mask=inside, other=0.0).to(tl.float32)
-            rest = tl.where(inside, block - (centre - middle[None, :]), 0.0)
+            rest = values - tl.load(table + where, mask=inside, other=0.0).to(tl.float32)
             rest = tl.reshape(rest, [BT, BD // GROUP, GROUP])
             spread = tl.max(rest, 2) - tl.min(rest, 2)
             score = tl.sum(spread * spread * weight[None, :], 1)
@@ -415,6 +473,19 @@ def _choose(
             best = tl.where(better, score, best)
             label = tl.where(better, near, label)
         tl.store(labels + head * tokens + token, label.to(tl.uint8), mask=live)
+
+
+@triton.jit
+def numbered(distance, number):
+    """Distances, right to 2^-15 of their size, whose last eight bits are their columns' numbers."""
+    bits = distance.to(tl.int32, bitcast=True)
+    return ((bits & -256) | number[None, :]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number_of(key):
+    """The number that ``numbered`` wrote into a distance."""
+    return key.to(tl.int32, bitcast=True) & 255
 
 
 def _precision(x: Tensor) -> str:

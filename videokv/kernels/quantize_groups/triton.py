@@ -22,8 +22,18 @@ from torch import Tensor
 from videokv.kernels.assign_centroids.layout import Clusters
 from videokv.kernels.blocks import row_alignment, store_codes
 from videokv.kernels.gpu import on_device, products
-from videokv.kernels.numbers import decode_e4m3, encode_e4m3, round_bf16, round_even
+from videokv.kernels.numbers import round_bf16, round_even
 from videokv.kernels.pack_codes import packed_length
+from videokv.kernels.quantize_groups import triton_owned as owning
+from videokv.kernels.quantize_groups import triton_turned as turning
+from videokv.kernels.quantize_groups.arithmetic import (
+    divided,
+    e4m3,
+    extremes,
+    largest_bits,
+    rounded,
+    two_bits,
+)
 from videokv.kernels.quantize_groups.layout import PackedGroups, reach
 from videokv.kernels.quantize_groups.reference import Facts
 from videokv.rotation import Rotation, signs
@@ -34,6 +44,7 @@ ROTATED_ELEMENTS = 8192  # the same with a rotation: 64 tokens of 128 channels
 WARPS = 4
 ROTATED_WARPS = 8
 PROGRAMS = 1056  # eight for each of 132 multiprocessors
+TURNED_PROGRAMS = 264  # two for each of 132 multiprocessors
 LONGEST = 8  # blocks that a program walks over
 FACTS = 4  # of a head: largest step, largest magnitude, largest offset, largest code of zero
 _ZERO = {"offset": 1, "integer": 2}
@@ -81,6 +92,73 @@ def launch(
     steps = torch.empty(shape, dtype=format.scale_dtype, device=device)
     zeros = _zeros(shape, format, device)
     facts = torch.zeros(batch * heads, FACTS, dtype=torch.int32, device=device)
+    levels = reach(format.bits) if format.symmetric else (1 << format.bits) - 1
+    fits = x.dtype != torch.float32 and 32 <= size <= 128  # tile and matrix in shared memory
+    if fits and by_token and rotation is not None and _two_bit_offsets(format):
+        blocks = -(-tokens // turning.ROWS)
+        stretch = max(1, min(turning.LONGEST, blocks * batch * heads // TURNED_PROGRAMS))
+        with on_device(device):
+            turning.turned[(-(-blocks // stretch), batch * heads)](
+                x,
+                *x.stride()[:3],
+                heads,
+                tokens,
+                stretch,
+                blocks,
+                packed.view(torch.int32),
+                steps.view(torch.uint8),
+                zeros,
+                facts,
+                signs(rotation, device=device, dtype=x.dtype),
+                1.0 / math.sqrt(size),
+                ALIGN=row_alignment(x),
+                D=size,
+                BT=turning.ROWS,
+                LEVELS=levels,
+                INVERSE=_inverse(levels),
+                GROUP=format.group_size,
+                ZERO_BF16=format.zero_dtype == torch.bfloat16,
+                LIMIT=_largest(format.scale_dtype),
+                NATIVE=isinstance(_kernel, triton.JITFunction),
+                num_warps=turning.WARPS,
+                num_stages=turning.STAGES,
+                enable_fp_fusion=False,
+            )
+        return PackedGroups(packed, steps, zeros, None), facts
+    if by_token and rotation is None and _owned_by_threads(format, size):
+        rows = max(1, owning.GROUPS // _power(groups))
+        blocks = -(-tokens // rows)
+        stretch = max(1, min(owning.LONGEST, blocks * batch * heads // PROGRAMS))
+        with on_device(device):
+            owning.owned[(-(-blocks // stretch), batch * heads)](
+                x,
+                *x.stride()[:3],
+                heads,
+                tokens,
+                stretch,
+                blocks,
+                packed.view(torch.int32),
+                steps.view(torch.uint8),
+                zeros,
+                facts,
+                None if clusters is None else clusters.ids.contiguous(),
+                None if clusters is None else clusters.table.contiguous(),
+                1 if clusters is None else clusters.table.shape[2],
+                ALIGN=row_alignment(x),
+                D=size,
+                BG=_power(groups),
+                BT=rows,
+                LEVELS=levels,
+                INVERSE=_inverse(levels),
+                GROUP=format.group_size,
+                ZERO_BF16=format.zero_dtype == torch.bfloat16,
+                LIMIT=_largest(format.scale_dtype),
+                AWAY=away,
+                NATIVE=isinstance(_kernel, triton.JITFunction),
+                num_warps=owning.WARPS,
+                enable_fp_fusion=False,
+            )
+        return PackedGroups(packed, steps, zeros, None), facts
     with on_device(device):
         _kernel[(-(-blocks // stretch), batch * heads)](
             x,
@@ -104,7 +182,7 @@ def launch(
             BD=block,
             BT=rows,
             BITS=format.bits,
-            LEVELS=reach(format.bits) if format.symmetric else (1 << format.bits) - 1,
+            LEVELS=levels,
             GROUP=format.group_size,
             BY_TOKEN=by_token,
             ZERO=0 if format.symmetric else _ZERO[format.zero_point],
@@ -115,6 +193,9 @@ def launch(
             WORDS=words,
             AWAY=away,
             PRECISION=products(x.dtype, device),
+            LATE=by_token and rotation is not None and _two_bit_offsets(format),
+            INVERSE=_inverse(levels),
+            NATIVE=isinstance(_kernel, triton.JITFunction),
             num_warps=WARPS if rotation is None else ROTATED_WARPS,
             enable_fp_fusion=False,
         )
@@ -129,6 +210,28 @@ def _largest(dtype: torch.dtype | None) -> float:
     return float(torch.finfo(dtype).max)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(maxsize=8)
+def _inverse(levels: int) -> float:
+    """1 / levels, rounded to float32."""
+    return float(1.0 / torch.tensor(float(levels)))
+
+
+def _power(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _owned_by_threads(format: GroupFormat, size: int) -> bool:
+    """Whether ``triton_owned`` takes this."""
+    plain = format.bits == 2 and format.scale_dtype == E4M3 and 16 <= format.group_size <= 64
+    return plain and size % format.group_size == 0 and format.zero_point != "integer"
+
+
+def _two_bit_offsets(format: GroupFormat) -> bool:
+    """Whether codes are found by ``_two_bits`` above an offset."""
+    offsets = not format.symmetric and format.zero_point == "offset" and format.group_size >= 16
+    return offsets and format.bits == 2 and format.scale_dtype == E4M3
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _kernel(
     x, x_b, x_h, x_t, heads, tokens, time_groups, stretch, blocks, packed, steps, zeros, facts,
@@ -136,7 +239,8 @@ def _kernel(
     ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BITS: tl.constexpr,
     LEVELS: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr, ZERO: tl.constexpr,
     ZERO_BF16: tl.constexpr, STEP: tl.constexpr, LIMIT: tl.constexpr, ROW_BYTES: tl.constexpr,
-    WORDS: tl.constexpr, AWAY: tl.constexpr, PRECISION: tl.constexpr,
+    WORDS: tl.constexpr, AWAY: tl.constexpr, PRECISION: tl.constexpr, LATE: tl.constexpr,
+    INVERSE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BD)
@@ -146,7 +250,7 @@ def _kernel(
         turn = tl.load(square, mask=(channel < D)[:, None] & (channel < D)[None, :], other=0.0)
     lines: tl.constexpr = BT if BY_TOKEN else 1
     columns: tl.constexpr = BD // GROUP if BY_TOKEN else BD
-    seen = tl.zeros([BT, BD], tl.float32)
+    seen = tl.zeros([lines, columns], tl.float32)
     peak = tl.zeros([lines, columns], tl.float32)
     offset_peak = tl.zeros([lines, columns], tl.float32)
     code_peak = tl.zeros([lines, columns], tl.float32)
@@ -156,39 +260,45 @@ def _kernel(
         live = token < tokens
         row = head * tokens + token
         inside = live[:, None] & (channel < D)[None, :]
+        if not BY_TOKEN:  # copies of the last token, which change no extreme
+            token = tl.minimum(token, tokens - 1)
+            inside = tl.broadcast_to((channel < D)[None, :], [BT, BD])
         place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
         raw = tl.load(place, mask=inside, other=0.0)
         if matrix is not None:
-            values = tl.dot(raw, turn, input_precision=PRECISION) * matrix_scale
+            values = tl.dot(raw, turn, input_precision=PRECISION)
+            if not LATE:
+                values *= matrix_scale
         else:
             values = raw.to(tl.float32)
-
         if table is not None:
-            label = tl.load(ids + row, mask=live, other=0).to(tl.int64)
+            label = tl.load(ids + head * tokens + token, mask=token < tokens, other=0).to(tl.int64)
             centre = table + ((head * centroids + label) * D)[:, None] + channel[None, :]
             values -= tl.load(centre, mask=inside, other=0.0).to(tl.float32)
-        seen = tl.maximum(seen, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
 
         groups: tl.constexpr = D // GROUP if BY_TOKEN else D
         if BY_TOKEN:
             values = tl.reshape(values, [BT, BD // GROUP, GROUP])
-            low, high = tl.min(values, 2), tl.max(values, 2)
+            low, high = extremes(values, 2, NATIVE)
+            if LATE:  # rounding is monotonous: the extremes of the scaled values
+                low, high = low * matrix_scale, high * matrix_scale
             group = tl.arange(0, BD // GROUP)
             line = row[:, None] * groups + group[None, :]
             used = live[:, None] & (group < groups)[None, :]
         else:
-            low = tl.min(tl.where(live[:, None], values, float("inf")), 0)[None, :]
-            high = tl.max(tl.where(live[:, None], values, float("-inf")), 0)[None, :]
+            low, high = extremes(values, 0, NATIVE)
+            low, high = low[None, :], high[None, :]
             line = (head * time_groups + number) * D + channel[None, :]
             used = (channel < D)[None, :]
 
-        span = tl.abs(tl.maximum(high, -low)) if ZERO == 0 else high - low
-        ideal = tl.div_rn(span, tl.full(low.shape, LEVELS, tl.float32))
+        extreme = tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
+        seen = tl.maximum(seen, extreme, propagate_nan=tl.PropagateNan.ALL)
+        span = extreme if ZERO == 0 else high - low
+        ideal = divided(span, LEVELS, INVERSE, NATIVE and STEP == 0)
         peak = tl.maximum(peak, tl.where(used, ideal, 0.0))
         clamped = tl.minimum(ideal, LIMIT)
         if STEP == 0:
-            stored = encode_e4m3(clamped)
-            step = decode_e4m3(stored)
+            stored, step = e4m3(clamped)
         elif STEP == 1:
             step = round_bf16(clamped)
             stored = step.to(tl.bfloat16)
@@ -205,7 +315,7 @@ def _kernel(
         if ZERO > 0:
             middle = low + (high - low) * 0.5
             if ZERO == 1:
-                zero = _rounded(tl.where(some, low, middle), ZERO_BF16, zeros)
+                zero = rounded(tl.where(some, low, middle), zeros, ZERO_BF16)
                 offset_peak = tl.maximum(offset_peak, tl.where(used, tl.abs(zero), 0.0))
             else:
                 whole = round_even(tl.div_rn(-low, divisor))
@@ -221,7 +331,7 @@ def _kernel(
         if BY_TOKEN:
             divisor, zero, some = divisor[:, :, None], zero[:, :, None], some[:, :, None]
         if BITS == 2 and STEP == 0 and ZERO < 2:
-            codes = _two_bits(values, divisor, zero, ZERO, AWAY)
+            codes = two_bits(values, divisor, zero, matrix_scale, ZERO, AWAY, LATE, NATIVE)
         else:
             divisor = tl.broadcast_to(divisor, values.shape)
             zero = tl.broadcast_to(zero, values.shape)
@@ -240,46 +350,12 @@ def _kernel(
             codes = tl.where((channel < D)[None, :], codes, 0)
         store_codes(packed, codes, row, live, BT, BD, BITS, ROW_BYTES, WORDS)
 
-    tl.atomic_max(facts + head * 4 + 0, _bits(peak))
-    tl.atomic_max(facts + head * 4 + 1, _bits(seen))
+    tl.atomic_max(facts + head * 4 + 0, largest_bits(peak))
+    tl.atomic_max(facts + head * 4 + 1, largest_bits(seen))
     if ZERO > 0:
-        tl.atomic_max(facts + head * 4 + 2, _bits(offset_peak))
+        tl.atomic_max(facts + head * 4 + 2, largest_bits(offset_peak))
     if ZERO == 2:
-        tl.atomic_max(facts + head * 4 + 3, _bits(code_peak))
-
-
-@triton.jit
-def _bits(peaks):
-    """The largest of numbers that are not negative, as its bits: ordered alike, NaN last."""
-    return tl.max(tl.max(_as_int(peaks) & 0x7FFFFFFF, 1), 0)
-
-
-@triton.jit
-def _two_bits(values, divisor, zero, ZERO: tl.constexpr, AWAY: tl.constexpr):
-    """Codes of two bits without a division, the same as by one.
-
-    Steps of E4M3 have 4 significant bits, so their halves are exact in float32, and no quotient of
-    a number on one side of such a bound rounds to the other side of it.
-    """
-    half = divisor * 0.5
-    # Signs of differences, not comparisons: those would fill the predicate registers.
-    if ZERO == 0:
-        if AWAY:
-            below, over = _as_int(values - half), _as_int(-half - values)
-            low_bit, high_bit = below & over, ~below
-        else:
-            high_bit = _as_int(half - values)
-            low_bit = ~(high_bit | _as_int(values + half))
-    else:
-        above = values - zero
-        high_bit = ~_as_int(above - half * 3.0)
-        low_bit = _as_int(half - above) ^ high_bit ^ _as_int(half * 5.0 - above)
-    return ((low_bit >> 31) & 1) | ((high_bit >> 30) & 2)
-
-
-@triton.jit
-def _as_int(x):
-    return x.to(tl.int32, bitcast=True)
+        tl.atomic_max(facts + head * 4 + 3, largest_bits(code_peak))
 
 
 @triton.jit
@@ -300,12 +376,6 @@ def _away(x):
 @triton.jit
 def _half(x):
     return x.to(tl.float16).to(tl.float32)
-
-
-@triton.jit
-def _rounded(x, ZERO_BF16: tl.constexpr, zeros):
-    """Rounded to what ``zeros`` holds."""
-    return round_bf16(x) if ZERO_BF16 else x.to(zeros.dtype.element_ty).to(tl.float32)
 
 
 def _zeros(shape: tuple[int, ...], format: GroupFormat, device: torch.device) -> Tensor | None:

@@ -1,0 +1,103 @@
+"""The Triton kernel: errors are found in registers and multiplied with both operands there.
+
+In float32 sums of products: eight columns a side are too few for tensor cores to pay.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from videokv.kernels.blocks import row_alignment
+from videokv.kernels.gpu import on_device
+from videokv.kernels.numbers import round_even
+
+ROWS = 64
+WARPS = 4
+_COUNTS = ["x_b", "x_h", "heads", "tokens"]
+
+
+def code_repair(
+    keys: Tensor, decoded: Tensor, basis: Tensor, seen: Tensor, quadratic: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the package; basis, seen ``[B, H, D, r]`` and quadratic ``[B, H, r, r]`` in float32."""
+    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+    batch, heads, tokens, size = keys.shape
+    rank = basis.shape[3]
+    device = keys.device
+    codes = torch.empty(batch, heads, tokens, rank, dtype=torch.int8, device=device)
+    scales = torch.empty(batch, heads, tokens, 1, dtype=torch.float16, device=device)
+    kept = torch.empty(batch, heads, tokens, dtype=torch.bool, device=device)
+    with on_device(device):
+        _kernel[(triton.cdiv(tokens, ROWS), batch * heads)](
+            keys,
+            *keys.stride()[:3],
+            decoded.contiguous(),
+            basis.contiguous(),
+            seen.contiguous(),
+            quadratic.contiguous(),
+            codes,
+            scales,
+            kept.view(torch.uint8),
+            heads,
+            tokens,
+            ALIGN=row_alignment(keys),
+            D=size,
+            BD=max(16, triton.next_power_of_2(size)),
+            BT=ROWS,
+            RANK=rank,
+            BR=triton.next_power_of_2(rank),
+            num_warps=WARPS,
+            enable_fp_fusion=True,
+        )
+    return codes, scales, kept
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _kernel(
+    x, x_b, x_h, x_t, decoded, basis, seen, quadratic, codes, scales, kept, heads, tokens,
+    ALIGN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, RANK: tl.constexpr,
+    BR: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    live = token < tokens
+    row = head * tokens + token
+    channel = tl.arange(0, BD)
+    rank = tl.arange(0, BR)
+    inside = live[:, None] & (channel < D)[None, :]
+    base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
+    place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
+    error = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    error -= tl.load(decoded + row[:, None] * D + channel[None, :], mask=inside, other=0.0)
+    exact = tl.zeros([BT, BR], tl.float32)
+    pulled = tl.zeros([BT, BR], tl.float32)
+    across = head * D * RANK + channel * RANK
+    for column in tl.static_range(RANK):
+        mine = rank[None, :] == column
+        span = tl.load(basis + across + column, mask=channel < D, other=0.0)
+        exact = tl.where(mine, tl.sum(error * span[None, :], 1)[:, None], exact)
+        span = tl.load(seen + across + column, mask=channel < D, other=0.0)
+        pulled = tl.where(mine, tl.sum(error * span[None, :], 1)[:, None], pulled)
+
+    largest = tl.max(tl.abs(exact), 1)
+    scale = tl.minimum(largest / 127.0, 65504.0).to(tl.float16)
+    wide = scale.to(tl.float32)
+    inverse = tl.where(wide > 0, 1.0 / tl.maximum(wide, 1e-30), 0.0)
+    code = round_even(exact * inverse[:, None])
+    code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+    stored = code * wide[:, None]
+    change = -2.0 * pulled
+    for column in tl.static_range(RANK):
+        line = head * RANK * RANK + column * RANK + rank
+        form = tl.load(quadratic + line, mask=rank < RANK, other=0.0)
+        weight = tl.sum(tl.where(rank[None, :] == column, stored, 0.0), 1)
+        change += weight[:, None] * form[None, :]
+    helps = tl.sum(change * stored, 1) < 0
+    target = codes + row[:, None] * RANK + rank[None, :]
+    code = tl.where(helps[:, None], code, 0.0).to(tl.int8)
+    tl.store(target, code, mask=live[:, None] & (rank < RANK)[None, :])
+    tl.store(scales + row, tl.where(helps, wide, 0.0).to(tl.float16), mask=live)
+    tl.store(kept + row, helps.to(tl.uint8), mask=live)
