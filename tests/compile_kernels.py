@@ -61,6 +61,7 @@ def _cases() -> dict:
     from videokv.kernels.assign_centroids import triton as centroids
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
+    from videokv.kernels.fit_factor import triton as factors
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
     from videokv.kernels.score_columns import triton as columns
@@ -108,6 +109,11 @@ def _cases() -> dict:
         turned = torch.empty(batch, heads, size, 64, dtype=E4M3).mT[:, :, :tokens]
         factor = torch.ones(batch, heads, 1, 1)
         reconstruction.kernel.reconstruct(chunk.parts(), turned, factor=factor)
+
+    def fit(dtype: torch.dtype, size: int, features: int) -> None:
+        queries, true, noisy = (torch.ones(1, 2, 70, size, dtype=dtype) for _ in range(3))
+        phi, weights = torch.ones(1, 2, 70, features), torch.ones(1, 2, 70, features)
+        factors.fit_factor(queries, true, noisy, phi, weights, scale=0.1)
 
     tile = Tile(64, 64, 4, 2)
     quantize = partial(groups.kernel.quantize, x)
@@ -163,6 +169,9 @@ def _cases() -> dict:
             rounds=12,
         ),
         "lloyd": partial(centroids.lloyd, x, origin, table),
+        "fit factor": partial(fit, bf16, 128, 4),
+        "fit factor, a feature a channel": partial(fit, bf16, 128, 128),
+        "fit factor float32": partial(fit, torch.float32, 80, 4),
         "two-level spans": partial(two_level.spans, x, None, group_size=64),
         "two-level encode": partial(two_level.encode, x, None, spans, group_size=64),
     }
