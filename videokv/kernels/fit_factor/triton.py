@@ -14,23 +14,27 @@ that results do not depend on which ran first.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from videokv.kernels.blocks import row_alignment
 from videokv.kernels.fit_factor.range import FACTOR_RANGE, SMALLEST_SLOPE
 from videokv.kernels.gpu import on_device, products
 
 PASSES = 3
 BLOCK_ROWS = 64
+BLOCK_TOKENS = 32
+WARPS, STAGES = 4, 2
 MOST_SPANS = 16
 PROGRAMS = 264  # of a pass, two for each multiprocessor of a large GPU
 LONGEST_OUTER = 16  # features up to here are multiplied out, more by a matrix product
 _STATS = 9  # of a row and span: four log-sum-exps, four slopes, the true log-sum-exp
 _COUNTS = [
-    "q_b", "q_h", "q_m", "t_b", "t_h", "t_t", "n_b", "n_h", "n_t", "w_b", "w_h", "w_t", "w_f",
-    "heads", "group", "queries", "rows", "tokens", "span", "spans",
+    "t_b", "t_h", "n_b", "n_h", "w_b", "w_h", "heads", "queries", "rows", "tokens", "span", "spans",
 ]  # fmt: skip
 
 
@@ -38,26 +42,24 @@ def fit_factor(
     queries: Tensor, true: Tensor, noisy: Tensor, phi: Tensor, weights: Tensor, *, scale: float
 ) -> Tensor:
     """See the package."""
-    queries, true, noisy = (
-        x if x.stride(3) == 1 else x.contiguous() for x in (queries, true, noisy)
-    )
-    phi = phi.contiguous()
+    true, noisy = (x if x.stride(3) == 1 else x.contiguous() for x in (true, noisy))
+    queries, phi = queries.contiguous(), phi.contiguous()  # rows of a KV head's query heads lie
+    # behind each other
     batch, heads, tokens, size = true.shape
-    group, sampled = queries.shape[1] // heads, queries.shape[2]
-    rows, lines = group * sampled, batch * heads
-    block = 64 if true.dtype != torch.float32 else 32
+    sampled = queries.shape[2]
+    rows, lines = queries.shape[1] // heads * sampled, batch * heads
     blocks = triton.cdiv(rows, BLOCK_ROWS)
-    spans = min(MOST_SPANS, triton.cdiv(tokens, block), max(1, PROGRAMS // (lines * blocks)))
-    span = triton.cdiv(triton.cdiv(tokens, spans), block) * block
+    spans = min(MOST_SPANS, triton.cdiv(tokens, BLOCK_TOKENS), max(1, PROGRAMS // (lines * blocks)))
+    span = triton.cdiv(triton.cdiv(tokens, spans), BLOCK_TOKENS) * BLOCK_TOKENS
     spans = triton.cdiv(tokens, span)
     # Of every pass: the interval, and what rows found (true log-sum-exps: pass 0 alone).
     ends = true.new_empty(PASSES, lines, 2, dtype=torch.float32)
     found = true.new_empty(PASSES, lines, spans, _STATS, rows, dtype=torch.float32)
     factors = true.new_empty(batch, heads, dtype=torch.float32)
     shared = (
-        queries, *queries.stride()[:3], true, *true.stride()[:3], noisy, *noisy.stride()[:3],
+        queries, true, *true.stride()[:3], noisy, *noisy.stride()[:3],
         phi, weights, *_steps(weights, (batch, heads, tokens, phi.shape[3])),
-        ends, found, heads, group, sampled, rows, tokens, span, spans, scale,
+        ends, found, heads, sampled, rows, tokens, span, spans, scale,
     )  # fmt: skip
     with on_device(true.device):
         for number in range(PASSES):
@@ -70,15 +72,16 @@ def fit_factor(
                 BF=max(32, triton.next_power_of_2(phi.shape[3])),
                 OUTER=phi.shape[3] <= LONGEST_OUTER,
                 BM=BLOCK_ROWS,
-                BT=block,
+                BT=BLOCK_TOKENS,
                 BS=MOST_SPANS,
+                ALIGN=math.gcd(row_alignment(true), row_alignment(noisy)),
                 EXACT=products(true.dtype, true.device),
                 SPLIT=products(torch.float32, true.device),
                 LOW=FACTOR_RANGE[0],
                 HIGH=FACTOR_RANGE[1],
                 SMALLEST=SMALLEST_SLOPE,
-                num_warps=4 if size <= 128 else 8,
-                num_stages=2,
+                num_warps=WARPS,
+                num_stages=STAGES,
             )
         _answer[(lines,)](
             ends, found, factors, rows, spans,
@@ -96,12 +99,12 @@ def _steps(weights: Tensor, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _look(
-    q, q_b, q_h, q_m, true, t_b, t_h, t_t, noisy, n_b, n_h, n_t, phi, weights, w_b, w_h, w_t, w_f,
-    ends, found, heads, group, queries, rows, tokens, span, spans, scale,
+    q, true, t_b, t_h, t_t, noisy, n_b, n_h, n_t, phi, weights, w_b, w_h, w_t, w_f,
+    ends, found, heads, queries, rows, tokens, span, spans, scale,
     PASS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
     OUTER: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-    EXACT: tl.constexpr, SPLIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    ALIGN: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(2).to(tl.int64)
     lines = tl.num_programs(2).to(tl.int64)
@@ -116,10 +119,9 @@ def _look(
     place = (2 * query + 1) * tokens // (2 * queries)
     # A chunk of one token has no far key: its query is asked about it.
     lonely = 3 * tl.maximum(place, tokens - 1 - place) < tokens
-    q_row = q + batch * q_b + (head * group + row // queries).to(tl.int64) * q_h
-    q_row += query.to(tl.int64) * q_m
     inside = live[:, None] & used[None, :]
-    asked = tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0.0)
+    q_row = q + line * rows * D + (row * D)[:, None]
+    asked = tl.load(q_row + channel[None, :], mask=inside, other=0.0)
     scale_2 = scale * 1.4426950408889634
 
     low, high = LOW, HIGH
@@ -141,22 +143,23 @@ def _look(
     m_1, a_1, t_1 = nothing + _LOWEST, nothing, nothing
     m_2, a_2, t_2 = nothing + _LOWEST, nothing, nothing
     m_3, a_3, t_3 = nothing + _LOWEST, nothing, nothing
-    m, a, t = nothing + _LOWEST, nothing, nothing
-    phi_row = phi + (line * rows + row) * F
+    phi_row = phi + line * rows * F + row * F
     omega = weights + batch * w_b + head * w_h
     feature = tl.arange(0, BF)
     features = nothing[:, None]
     if not OUTER:
         some = live[:, None] & (feature < F)[None, :]
         features = tl.load(phi_row[:, None] + feature[None, :], mask=some, other=0.0)
+    offset = tl.arange(0, BT)
+    noisy += tl.multiple_of(batch * n_b + head * n_h, ALIGN) + first.to(tl.int64) * n_t
+    true += tl.multiple_of(batch * t_b + head * t_h, ALIGN) + first.to(tl.int64) * t_t
+    omega += first.to(tl.int64) * w_t
     for start in range(first, last, BT):
-        token = start + tl.arange(0, BT)
+        token = start + offset
         held = token < last
-        here = token[:, None].to(tl.int64)
         seen = held[:, None] & used[None, :]
-        keys = tl.load(
-            noisy + batch * n_b + head * n_h + here * n_t + channel[None, :], mask=seen, other=0.0
-        )
+        keys = tl.load(noisy + (offset * n_t)[:, None] + channel[None, :], mask=seen, other=0.0)
+        noisy += BT * n_t.to(tl.int64)
         s = tl.dot(asked, tl.trans(keys), input_precision=EXACT) * scale_2
         far = (3 * tl.abs(place[:, None] - token[None, :]) >= tokens) | lonely[:, None]
         far = far & held[None, :]
@@ -164,31 +167,36 @@ def _look(
             b = tl.zeros([BM, BT], tl.float32)
             for f in range(F):
                 p = tl.load(phi_row + f, mask=live, other=0.0)
-                w = tl.load(omega + token.to(tl.int64) * w_t + f * w_f, mask=held, other=0.0)
+                w = tl.load(omega + offset * w_t + f * w_f, mask=held, other=0.0)
                 b += p[:, None] * w[None, :].to(tl.float32)
         else:
-            some = held[:, None] & (feature < F)[None, :]
-            w = tl.load(omega + here * w_t + feature[None, :] * w_f, mask=some, other=0.0)
+            columns = held[:, None] & (feature < F)[None, :]
+            w = tl.load(
+                omega + (offset * w_t)[:, None] + feature[None, :] * w_f, mask=columns, other=0.0
+            )
             b = tl.dot(features, tl.trans(w.to(tl.float32)), input_precision=SPLIT)
+        omega += BT * w_t.to(tl.int64)
         m_0, a_0, t_0 = _online(s - f_0 * b, b, far, m_0, a_0, t_0)
         m_1, a_1, t_1 = _online(s - f_1 * b, b, far, m_1, a_1, t_1)
         m_2, a_2, t_2 = _online(s - f_2 * b, b, far, m_2, a_2, t_2)
         m_3, a_3, t_3 = _online(s - f_3 * b, b, far, m_3, a_3, t_3)
-        if PASS == 0:
-            keys = tl.load(
-                true + batch * t_b + head * t_h + here * t_t + channel[None, :],
-                mask=seen,
-                other=0.0,
-            )
-            s = tl.dot(asked, tl.trans(keys), input_precision=EXACT) * scale_2
-            m, a, t = _online(s, b, far, m, a, t)
     target = found + ((PASS * lines + line) * spans + tl.program_id(0)) * 9 * rows + row
+    if PASS == 0:
+        m, a = nothing + _LOWEST, nothing
+        for start in range(first, last, BT):
+            token = start + offset
+            held = token < last
+            seen = held[:, None] & used[None, :]
+            keys = tl.load(true + (offset * t_t)[:, None] + channel[None, :], mask=seen, other=0.0)
+            true += BT * t_t.to(tl.int64)
+            s = tl.dot(asked, tl.trans(keys), input_precision=EXACT) * scale_2
+            far = (3 * tl.abs(place[:, None] - token[None, :]) >= tokens) | lonely[:, None]
+            m, a, _ = _online(s, s, far & held[None, :], m, a, a)
+        tl.store(target + 8 * rows, _log(m, a), mask=live)
     _write(target, rows, 0, m_0, a_0, t_0, live)
     _write(target, rows, 1, m_1, a_1, t_1, live)
     _write(target, rows, 2, m_2, a_2, t_2, live)
     _write(target, rows, 3, m_3, a_3, t_3, live)
-    if PASS == 0:
-        tl.store(target + 8 * rows, _log(m, a), mask=live)
 
 
 _LOWEST = tl.constexpr(-1e30)  # of no key at all; finite, so that differences are
