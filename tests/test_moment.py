@@ -4,6 +4,7 @@ import pytest
 import torch
 from attention_fakes import Draw
 
+import videokv
 from videokv.cache.moment import reads_queries, updated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,3 +28,17 @@ def test_quantizers_say_that_they_do_not_look():
         reads_queries = False
 
     assert reads_queries(object()) and not reads_queries(Blind()) and not reads_queries(None)
+
+
+def test_recipes_keep_what_they_look_at():
+    names = (
+        "rtn-2bit",
+        "quarot-2bit",
+        "kivi-2bit",
+        "videokv-2bit",
+        "quantwm-2bit",
+        "rtn-2bit-psac8",
+    )
+    recipes = [videokv.recipe(name) for name in names]
+    looks = [r.name for r in recipes if reads_queries(r.keys) or reads_queries(r.values)]
+    assert looks == ["quantwm-2bit", "rtn-2bit-psac8"]
