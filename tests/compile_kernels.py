@@ -113,7 +113,7 @@ def _cases() -> dict:
     def fit(dtype: torch.dtype, size: int, features: int) -> None:
         queries, true, noisy = (torch.ones(1, 2, 70, size, dtype=dtype) for _ in range(3))
         phi, weights = torch.ones(1, 2, 70, features), torch.ones(1, 2, 70, features)
-        factors.fit_factor(queries, true, noisy, phi, weights, scale=0.1)
+        factors.fit_factor(queries, true, noisy.float(), phi, weights, scale=0.1)
 
     tile = Tile(64, 64, 4, 2)
     quantize = partial(groups.kernel.quantize, x)

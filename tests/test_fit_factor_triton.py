@@ -29,8 +29,14 @@ def make(tokens, *, size=64, group=1, features=4, dtype=torch.float16, rows=40, 
     phi = queries.unflatten(-1, (features, -1)).square().sum(-1) / (24 * size)
     shape = (1, heads, tokens, features) if wide else (1, heads, 1, 1)
     weights = 12 * 0.16 * (0.5 + torch.rand(shape, generator=draw.generator))
-    held = [x.to(DEVICE, dtype) for x in (queries, true, noisy)]
-    return (*held, phi.to(DEVICE, torch.float32), weights.to(DEVICE, torch.float32))
+    queries, true = queries.to(DEVICE, dtype), true.to(DEVICE, dtype)
+    return (
+        queries,
+        true,
+        noisy.to(DEVICE, torch.float32),
+        phi.to(DEVICE, torch.float32),
+        weights.to(DEVICE, torch.float32),
+    )
 
 
 def off(*tensors, scale=0.125):
@@ -61,8 +67,8 @@ def test_rows_of_all_query_heads():
 
 def test_weights_for_all_tokens_and_keys_that_are_parts():
     queries, true, noisy, phi, weights = make(90, wide=False)
-    both = torch.cat([true, noisy], 3)
-    true, noisy = both[..., :64], both[..., 64:]
+    both = torch.cat([true, noisy.to(true.dtype)], 3)
+    true, noisy = both[..., :64], both[..., 64:]  # of one dtype, too
     assert off(queries, true, noisy, phi, weights) < 1e-4
 
 
@@ -75,7 +81,9 @@ def test_factors_stay_in_their_range():
     queries, true, noisy, phi, weights = make(40)
     for factor, size in ((-1.0, 0.5), (2.0, 2.0)):
         for weight in (0.0, 1e-9):
-            got = kernel.fit_factor(queries, true, true * size, phi, weights * weight, scale=0.125)
+            got = kernel.fit_factor(
+                queries, true, true.float() * size, phi, weights * weight, scale=0.125
+            )
             assert bool((got == factor).all())
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from videokv.kernels.fit_factor import FACTOR_RANGE, far_pairs, fit_factor, read_dtype
+from videokv.kernels.fit_factor import FACTOR_RANGE, far_pairs, fit_factor
 from videokv.noise import ScoreNoise
 from videokv.protocols import Packed
 
@@ -48,9 +48,10 @@ class Calibrated:
                 "model gave none; pass queries, or use correction 'taylor' or 'measured'"
             )
         phi, weights = _columns(terms, queries, packed.shape, scale=scale)
-        dtype = read_dtype(queries, keys, features=phi.shape[3])
+        dtype = torch.promote_types(queries.dtype, keys.dtype)
+        decoded = packed.decode(torch.float32)
         return fit_factor(
-            queries.to(dtype), keys.to(dtype), packed.decode(dtype), phi, weights, scale=scale
+            queries.to(dtype), keys.to(dtype), decoded, phi, weights, scale=scale
         ).float()
 
     def noise(self, packed: Packed, factors: Tensor | None) -> tuple[ScoreNoise, ...]:

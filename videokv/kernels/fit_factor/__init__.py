@@ -22,7 +22,6 @@ __all__ = [
     "far_pairs",
     "fit_factor",
     "kernel_refusal",
-    "read_dtype",
 ]
 
 MAX_HEAD_DIM = 256
@@ -38,7 +37,8 @@ def fit_factor(
     queries: ``[B, Hq, M, D]``, M evenly spaced rows of the chunk's T tokens. true, noisy: keys
     ``[B, Hkv, T, D]`` before and after packing. phi: features ``[B, Hq, M, F]`` and weights
     ``[B, Hkv, T, F]`` (any of its sizes may be 1), of b = phi . weights, in float32. scale: of the
-    softmax. queries, true and noisy share a dtype; by the kernel where ``kernel_refusal`` finds no
+    softmax. queries and true share a dtype; noisy has it too, or is float32: rounded to BF16, keys
+    of small noise would move lambda by up to 1e-2. By the kernel where ``kernel_refusal`` finds no
     reason against it, else by the reference in float32 at least.
     """
     size, features = true.shape[3], phi.shape[3]
@@ -51,19 +51,6 @@ def fit_factor(
     wide = torch.promote_types(queries.dtype, torch.float32)
     queries, true, noisy, phi, weights = (x.to(wide) for x in (queries, true, noisy, phi, weights))
     return reference.fit_factor(queries, true, noisy, phi, weights, scale=scale)
-
-
-def read_dtype(queries: Tensor, keys: Tensor, *, features: int) -> torch.dtype:
-    """What to decode keys to for ``fit_factor``: 16 bits, as attention reads them, where the kernel
-    multiplies those and queries and keys have them, else float32 (float64 stays).
-
-    A BF16 key is off by 2^-9 of itself at most, and lambda by less than 1e-3.
-    """
-    dtype = torch.promote_types(queries.dtype, keys.dtype)
-    if dtype.itemsize > 2:
-        return dtype
-    refusal = kernel_refusal(dtype, size=keys.shape[3], features=features, device=keys.device)
-    return dtype if refusal is None else torch.float32
 
 
 def kernel_refusal(
@@ -94,7 +81,7 @@ def _self_check(
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
 
     queries, true = draw(1, 4, 77, size).to(dtype), draw(1, 2, tokens, size).to(dtype)
-    noisy = (true + 0.4 * draw(1, 2, tokens, size)).to(dtype)
+    noisy = (true + 0.4 * draw(1, 2, tokens, size)).float()
     scale = size**-0.5
     phi = queries.double().square().mean(-1, keepdim=True).expand(1, 4, 77, features) / features
     weights = 0.1 * (0.5 + draw(1, 2, tokens, features).square())

@@ -7,6 +7,9 @@ the root behind it. A pass takes h and its slope at four factors spread over the
 left; the highest crossing of a tangent and the lowest of a chord are the next interval. Its width
 falls like that of Newton's steps, from 1/3 of it: three passes leave less than float32 can tell.
 
+Queries and true keys of 16 bits are multiplied exactly; a decoded key in float32 is taken as the
+sum of two numbers of 16 bits, good to 2^-16 of it.
+
 A program takes some rows of a KV head and a span of its tokens. What it finds is written apart for
 each span; the programs of the next pass put the spans together themselves, all in one order, so
 that results do not depend on which ran first.
@@ -75,6 +78,7 @@ def fit_factor(
                 BT=BLOCK_TOKENS,
                 BS=MOST_SPANS,
                 ALIGN=math.gcd(row_alignment(true), row_alignment(noisy)),
+                TWO=noisy.dtype != true.dtype,
                 EXACT=products(true.dtype, true.device),
                 SPLIT=products(torch.float32, true.device),
                 LOW=FACTOR_RANGE[0],
@@ -103,8 +107,8 @@ def _look(
     ends, found, heads, queries, rows, tokens, span, spans, scale,
     PASS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
     OUTER: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-    ALIGN: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, SMALLEST: tl.constexpr,
+    ALIGN: tl.constexpr, TWO: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(2).to(tl.int64)
     lines = tl.num_programs(2).to(tl.int64)
@@ -160,7 +164,12 @@ def _look(
         seen = held[:, None] & used[None, :]
         keys = tl.load(noisy + (offset * n_t)[:, None] + channel[None, :], mask=seen, other=0.0)
         noisy += BT * n_t.to(tl.int64)
-        s = tl.dot(asked, tl.trans(keys), input_precision=EXACT) * scale_2
+        upper = keys.to(asked.dtype)
+        s = tl.dot(asked, tl.trans(upper), input_precision=EXACT)
+        if TWO:  # what 16 bits leave of a key, in 16 bits
+            lower = (keys - upper.to(tl.float32)).to(asked.dtype)
+            s = tl.dot(asked, tl.trans(lower), s, input_precision=EXACT)
+        s *= scale_2
         far = (3 * tl.abs(place[:, None] - token[None, :]) >= tokens) | lonely[:, None]
         far = far & held[None, :]
         if OUTER:
