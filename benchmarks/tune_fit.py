@@ -46,7 +46,7 @@ def main() -> None:
     for name in ("quarot-2bit", "kivi-2bit", "rtn-2bit"):
         recipe = videokv.recipe(f"{name}+calibrated")
         packed = recipe.keys.encode(keys, EncodeContext(0, "key"))
-        fit = recipe.correction_method.fit
+        fit = recipe.correction_method().fit
         gpu_ms, host_ms = timed(lambda p=packed, f=fit: f(p, keys, queries, scale=scale))
         print(f"{name}: whole fit {gpu_ms:.3f} ms, host {host_ms:.3f}")
     noisy = packed.decode(torch.float32)
@@ -54,9 +54,8 @@ def main() -> None:
     phi = term.query_map.features(queries, scale=scale)
     tensors = (queries, keys, noisy, phi, term.weights)
     want = reference.fit_factor(*(t.double() for t in tensors), scale=scale)
-    for block, warps, stages, programs in itertools.product(
-        (32, 64), (4, 8), (2, 3), (132, 264, 528)
-    ):
+    shapes = ((32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 8, 2))
+    for (block, warps, stages), programs in itertools.product(shapes, (132, 264, 528)):
         kernel.BLOCK_TOKENS, kernel.WARPS, kernel.STAGES = block, warps, stages
         kernel.PROGRAMS = programs
         off = float((kernel.fit_factor(*tensors, scale=scale) - want).abs().max())
