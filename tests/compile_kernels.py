@@ -65,6 +65,7 @@ def _cases() -> dict:
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.code_repair import triton as coding
     from videokv.kernels.copy_rows import triton as copying
+    from videokv.kernels.fit_factor import triton as factors
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
     from videokv.kernels.reconstruct.plan import Batch, Job
@@ -141,6 +142,11 @@ def _cases() -> dict:
         packed.triton_words.in_pairs = lambda query: query.dtype != torch.float32
         call = packed.by_steps(packed.make_call("rtn", dtype=dtype, queries=rows // 2))
         packed.triton_words.split_attention([call])
+
+    def fit(dtype: torch.dtype, size: int, features: int) -> None:
+        queries, true, noisy = (torch.ones(1, 2, 70, size, dtype=dtype) for _ in range(3))
+        phi, weights = torch.ones(1, 2, 70, features), torch.ones(1, 2, 70, features)
+        factors.fit_factor(queries, true, noisy.float(), phi, weights, scale=0.1)
 
     tile = Tile(64, 64, 4, 2)
     quantize = partial(groups.kernel.quantize, x)
@@ -246,6 +252,9 @@ def _cases() -> dict:
         "few starts float32": partial(few.spread, x[..., :80].float(), count=7, seed=0),
         "few labels": partial(few_centres, x, 4),
         "few labels of 3 bits": partial(few_centres, x[..., :80].float(), 3),
+        "fit factor": partial(fit, bf16, 128, 4),
+        "fit factor, a feature a channel": partial(fit, bf16, 128, 128),
+        "fit factor float32": partial(fit, torch.float32, 80, 4),
         "two-level spans": partial(two_level.spans, x, None, group_size=64),
         "two-level encode": partial(two_level.encode, x, None, spans, group_size=64),
     }

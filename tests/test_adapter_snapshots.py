@@ -94,7 +94,7 @@ def test_corrected_recipes_are_exact_in_every_basis(name, recipe):
 @pytest.mark.parametrize("name", FAKES)
 def test_each_rebuild_is_encoded_once_and_statistics_stay(name):
     model, run, rebuilds = FAKES[name]()
-    with videokv.compress(model, "rtn-2bit+calibrated", group_size=16) as kv:
+    with videokv.compress(model, "rtn-2bit-psac8+calibrated", group_size=16) as kv:
         run()
         assert kv.encode_calls == 2 * LAYERS * rebuilds * BRANCHES[name]
         for cache in kv.caches:

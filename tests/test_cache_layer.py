@@ -299,3 +299,19 @@ def test_bad_shapes_are_refused():
     _, odd, value = rows(4, size=15)
     with pytest.raises(ValueError, match="head_dim 15"):
         cache.write(0, 0, odd, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("what", ["keys", "values", "queries"])
+def test_what_is_not_finite_is_named(what, bad, dtype):
+    cache = KVCache(FakeRecipe())
+    for layer in (0, 1):
+        held = {name: torch.ones(1, 2, 5, 8, dtype=dtype) for name in ("keys", "values", "queries")}
+        if layer == 1:
+            held[what][0, 1, 3, 7] = bad
+        cache.write(layer, 0, held["keys"], held["values"], held["queries"])
+    cache.commit(3)  # the rows before are finite
+    with pytest.raises(ValueError, match=f"{what} of layer 1"):
+        cache.commit(5)
+    assert cache.length == 3

@@ -66,7 +66,11 @@ class Packed(Protocol):
 
 
 class Quantizer(Protocol):
-    """One method. Instances are immutable and hold options only; state lives in the chunks."""
+    """One method. Instances are immutable and hold options only; state lives in the chunks.
+
+    One that never looks at ``EncodeContext.query_moment`` may say so by an attribute
+    ``reads_queries = False``; the moment is then not kept for its sake.
+    """
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError naming the option where heads of this size cannot be encoded."""

@@ -574,9 +574,14 @@ def _device_of(layer: LayerCache) -> torch.device:
 
 
 def _refuse_infinite(layers: list[LayerCache], end: int) -> None:
-    """One synchronisation for all layers; the culprit is looked for only if there is one."""
-    flags = [layer.all_finite(end) for layer in layers]
-    if not bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
+    """One synchronisation for all layers; the culprit is looked for only if there is one.
+
+    The largest magnitude of a tensor is NaN or infinite where any number of it is: one pass over
+    it, without a tensor of flags.
+    """
+    tensors = [t for layer in layers for t in layer.committing(end) if t.numel()]
+    peaks = torch._foreach_norm(tensors, torch.inf)
+    if not bool(torch.stack([p.to(peaks[0].device) for p in peaks]).isfinite().all()):
         for layer in layers:
             layer.refuse_infinite(end)
 

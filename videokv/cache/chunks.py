@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,10 @@ class Rows:
         if (first, last) == (0, self.tokens):
             return self
         return self.each(lambda t: t[:, :, first:last].clone(), start=self.start + first)
+
+    def first(self, count: int) -> Rows:
+        """Views of the first rows."""
+        return self.each(lambda t: t[:, :, :count])
 
     def each(self, function: Callable[[Tensor], Tensor], *, start: int | None = None) -> Rows:
         queries = None if self.queries is None else function(self.queries)
@@ -122,10 +127,14 @@ def sampled(queries: Tensor | None) -> Tensor | None:
     """At most 128 evenly spaced rows of ``[B, Hq, T, D]``, a copy, without random draws."""
     if queries is None:
         return None
-    tokens = queries.shape[2]
+    return queries.index_select(2, _places(queries.shape[2], queries.device))
+
+
+@functools.lru_cache(maxsize=16)
+def _places(tokens: int, device: torch.device) -> Tensor:
+    """Which rows are sampled, the same for every layer: int64."""
     count = min(SAMPLED_QUERIES, tokens)
-    rows = (2 * torch.arange(count, device=queries.device) + 1) * tokens // (2 * count)
-    return queries.index_select(2, rows)
+    return (2 * torch.arange(count, device=device) + 1) * tokens // (2 * count)
 
 
 def sliced(segment: Segment, first: int, last: int) -> Segment:

@@ -18,7 +18,7 @@ from videokv.cache.chunks import (
     sampled,
     sliced,
 )
-from videokv.cache.moment import QueryMoment, updated
+from videokv.cache.moment import QueryMoment, reads_queries, updated
 from videokv.cache.narrow import NarrowBuffer, peak
 from videokv.cache.policy import CachePolicy
 from videokv.cache.rows import SPARE_CHANNELS, RowBuffer
@@ -184,17 +184,15 @@ class LayerCache:
                 f"to {self.written_end}; write every layer before the commit"
             )
 
-    def all_finite(self, end: int) -> Tensor:
-        """A bool tensor on the device: are the rows up to ``end`` finite? (No synchronisation.)"""
+    def committing(self, end: int) -> list[Tensor]:
+        """Keys, values and queries of the rows up to ``end``."""
         assert self.state.tail is not None
-        rows = self.state.tail[: end - self.state.length]
-        parts = [torch.isfinite(t).all() for t in walk_tensors(rows)]
-        return torch.stack(parts).all()
+        return list(walk_tensors(self.state.tail.first(end - self.state.length)))
 
     def refuse_infinite(self, end: int) -> None:
         """Raise ValueError naming this layer and what is not finite in it."""
         assert self.state.tail is not None
-        rows = self.state.tail[: end - self.state.length]
+        rows = self.state.tail.first(end - self.state.length)
         for what, tensor in (("keys", rows.keys), ("values", rows.values)):
             require_finite(tensor, what=what, layer=self.index)
         if rows.queries is not None:
@@ -203,7 +201,8 @@ class LayerCache:
     def commit(self, end: int, *, scale: float) -> None:
         """Make the tail's rows up to ``end`` final: drop, pack and keep chunks as the policy says.
 
-        Query statistics are updated after packing, so that codes depend on the past alone.
+        Query statistics are updated after packing, so that codes depend on the past alone; none are
+        kept where no quantizer looks at them.
         """
         state, policy = self.state, self.coding.policy
         assert state.tail is not None and state.layout is not None
@@ -211,7 +210,11 @@ class LayerCache:
         pieces, waiting = _pieces(state.open, fresh, policy.chunk_tokens)
         chunks = [*state.chunks, *self._dense(pieces)]
         surplus = policy.surplus([chunk.ordinal for chunk in chunks])
-        moment = state.moment
+        moment, coding = state.moment, self.coding
+        wanted = reads_queries(coding.keys) or reads_queries(coding.values)
+        if wanted and fresh.queries is not None:
+            # Of the state before: packing below still sees the queries of the past alone.
+            moment = updated(moment, fresh.queries, kv_heads=state.layout.kv_heads)
         self.state = replace(
             state,
             length=end,
@@ -219,9 +222,7 @@ class LayerCache:
             chunks=self._aged(chunks, surplus, scale=scale),
             open=waiting,
             tail=rest,
-            moment=moment
-            if fresh.queries is None
-            else updated(moment, fresh.queries, kv_heads=state.layout.kv_heads),
+            moment=moment,
         )
 
     def decoders(self, ranges: Sequence[tuple[int, int]] | None = None) -> Decoders:

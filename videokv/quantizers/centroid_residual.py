@@ -11,7 +11,7 @@ tensor, so that it is paid for once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -175,6 +175,7 @@ class CentroidResidual:
     stages: int = 1
     symmetric: bool = True
     clustering: Clustering = Clustering()
+    reads_queries: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("stages", self.stages)

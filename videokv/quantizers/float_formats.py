@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -134,6 +134,7 @@ class FloatQuantizer:
     """Rounds to the nearest element of ``format`` (ties to even), saturating."""
 
     format: FloatFormat
+    reads_queries: ClassVar[bool] = False
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError where groups do not divide the head."""

@@ -7,7 +7,7 @@ symmetric ones ``bits + 8 / group_size``; 8-bit codes have a BF16 step, 8 / grou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -94,6 +94,7 @@ class Groupwise:
     """Round to nearest in the groups that ``format`` describes."""
 
     format: GroupFormat
+    reads_queries: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.format.symmetric and self.format.zero_point != "offset":

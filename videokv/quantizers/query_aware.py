@@ -153,6 +153,11 @@ class QueryAware:
         _ = GroupFormat(BITS, self.group_size)
 
     @property
+    def reads_queries(self) -> bool:
+        """Whether past queries choose centroids."""
+        return self.metric != "none"
+
+    @property
     def period(self) -> int:
         """Chunks after which what they share begins anew."""
         return self.clustering.span_chunks

@@ -81,6 +81,11 @@ class Rotated:
         if isinstance(self.inner, Rotated):
             raise ValueError("Rotated(Rotated(...)): one rotation is enough; unwrap the inner one")
 
+    @property
+    def reads_queries(self) -> bool:
+        """Whether ``inner`` looks at past queries (so does a quantizer that does not say)."""
+        return getattr(self.inner, "reads_queries", True)
+
     def check(self, head_dim: int) -> None:
         """Raise ValueError where the inner quantizer does; rotations exist for any head size."""
         self.inner.check(head_dim)

@@ -18,6 +18,7 @@ Keys get more bits than values: their errors pass through the exponential.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -128,6 +129,7 @@ class Unbiased:
     group_size: int | None = None
     label_bits: int = 2
     iterations: int = 3
+    reads_queries: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in GAUSSIAN_STEP:
