@@ -17,10 +17,10 @@ import videokv
 from videokv.command_line import record
 from videokv.outputs import describe
 from videokv.report import studies_cli
+from videokv.report.bench_cli import bench
 from videokv.report.claims_cli import claims
 from videokv.report.vbench_cli import app as vbench_app
 from videokv.stopping import INTERRUPTED
-from videokv.report.bench_cli import bench
 from videokv.studies.prefill_cli import prefill
 from videokv.studies.run_cli import run
 from videokv.worldmodel.cli import app as worldmodel_app
