@@ -73,15 +73,9 @@ KERNELS: dict[str, list[tuple[int, ...]]] = {
         (8192, 8, 1, 1056, 0, 1),
         (8192, 4, 8, 528, 128, 1),
     ],
-    "quantize-rtn": [(128, 4, 8), (128, 4, 1), (128, 4, 3), (256, 8, 8), (64, 2, 8), (256, 4, 8)],
-    "quantize-quarot": [
-        (128, 8, 2, 8),
-        (128, 8, 3, 8),
-        (64, 4, 2, 8),
-        (64, 4, 3, 16),
-        (128, 8, 2, 16),
-    ],
-    "quantize-qvg": [(128, 4, 8), (128, 4, 1), (128, 4, 3), (256, 8, 8), (64, 2, 8), (256, 4, 8)],
+    "quantize-rtn": [(64, 2, 8), (128, 4, 8), (128, 4, 3), (32, 1, 8), (64, 2, 3), (64, 1, 8)],
+    "quantize-quarot": [(64, 4, 2, 8), (64, 4, 2, 4), (32, 4, 2, 8), (64, 4, 2, 16), (32, 2, 2, 8)],
+    "quantize-qvg": [(2048, 4, 8), (4096, 4, 8), (1024, 4, 8), (2048, 2, 8)],
     "cluster": [(128, 8, 2), (128, 8, 3), (128, 8, 1), (64, 8, 2)],
     "assign": [(128, 8, 8), (64, 4, 8), (64, 8, 8), (128, 8, 4), (64, 4, 32)],
     "sum": [(64, 128, 8, 3), (64, 256, 8, 3), (128, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
@@ -191,7 +185,7 @@ def reading_case(label: str, tensors: list[torch.Tensor]) -> Case:
     def check() -> str | None:
         rows[0].fill_(torch.nan)
         reconstruction.reconstruct(parts[0], rows[0], factor=None)
-        return gpu.disagreement(rows[0], want, tolerance=reading._TOLERANCE[torch.bfloat16])
+        return gpu.disagreement(rows[0], want, tolerance=reading.TOLERANCE[torch.bfloat16])
 
     return Case(
         apply,
@@ -222,7 +216,9 @@ def quantizing_case(label: str, tensors: list[torch.Tensor]) -> Case:
     }
 
     def apply(setting: tuple[int, ...]) -> None:
-        if rotation is None:
+        if clusters is not None:
+            quantizing.CLUSTERED_ELEMENTS, quantizing.WARPS, quantizing.LONGEST = setting
+        elif rotation is None:
             triton_owned.GROUPS, triton_owned.WARPS, triton_owned.LONGEST = setting
         else:
             triton_turned.ROWS, triton_turned.WARPS = setting[:2]

@@ -111,7 +111,7 @@ def _reconstruct(
         try:
             rows[0].fill_(torch.nan)
             calls[0]()
-            refusal = disagreement(rows[0], want, tolerance=reading._TOLERANCE[torch.bfloat16])
+            refusal = disagreement(rows[0], want, tolerance=reading.TOLERANCE[torch.bfloat16])
             if refusal is not None:
                 raise ValueError(refusal)
             ms = bench.device_milliseconds(calls, rounds=4, replays=9)

@@ -20,7 +20,9 @@ def test_the_mean_of_all_queries_in_float64(dtype):
     rows = torch.cat([p.double().unflatten(1, (3, 2)).flatten(2, 3) for p in parts], 2)
     assert moment.count == rows.shape[2] and moment.mean.dtype == torch.float32
     want = rows.mT @ rows / rows.shape[2]
-    assert float((moment.mean.double() - want).abs().max()) < 1e-6 * float(want.abs().max())
+    # Sums of 526 products in float32, in whatever order: 2^-24 whenever one is added, as in a walk.
+    limit = 2.0**-24 * rows.shape[2] ** 0.5 * 2
+    assert float((moment.mean.double() - want).abs().max()) < limit * float(want.abs().max())
 
 
 def test_quantizers_say_that_they_do_not_look():

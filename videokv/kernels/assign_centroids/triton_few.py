@@ -33,7 +33,7 @@ START_ELEMENTS = 4096  # of the drawn tokens a warp: 128 registers of a thread
 STRETCHES = 16  # of tokens, each summed by one program; the sums are read by all of the next launch
 LABEL_BLOCKS = 8  # blocks of tokens of a program, which finds the table once
 WARPS = 4
-STAGES = 2
+STAGES = 3
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "limit", "centroids", "stretch", "stretches", "length"]
 
 

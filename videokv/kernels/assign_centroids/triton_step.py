@@ -57,7 +57,8 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
         batch * heads * size + lines + stretches * lines * size, device=device
     ).split([batch * heads * size, lines, stretches * lines * size])
     operand = torch.empty(start.shape, dtype=x.dtype, device=device)
-    counts = torch.empty(lines, dtype=torch.int32, device=device)
+    # One row an iteration: were it set to zero where it is read, another warp might read the zero.
+    counts = torch.zeros(iterations, lines, dtype=torch.int32, device=device)
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
     block, whole = _block(size), _block(centroids)
     options = {"D": size, "BD": block, "enable_fp_fusion": False}
@@ -73,15 +74,13 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
     chunk = (x, *x.stride()[:3], operand, norms, labels)
     finishers = -(-centroids // FINISH_CENTROIDS)
     with on_device(device):
-        _begin[(batch * heads,)](
-            start, *tables, counts, centroids, BK=whole, num_warps=16, **options
-        )
-        for _ in range(iterations):
+        _begin[(batch * heads,)](start, *tables, centroids, BK=whole, num_warps=16, **options)
+        for members in counts.unbind():
             _step[(stretches, batch * heads)](
-                *chunk, sums, counts, heads, tokens, centroids, stretch, **step_options
+                *chunk, sums, members, heads, tokens, centroids, stretch, **step_options
             )
             _finish_step[(finishers, batch * heads)](
-                *tables, sums, counts, centroids, stretches, BK=FINISH_CENTROIDS, **options
+                *tables, sums, members, centroids, stretches, BK=FINISH_CENTROIDS, **options
             )
     return labels, found
 
@@ -92,10 +91,10 @@ def _block(count: int) -> int:
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _begin(
-    start, found, origin, operand, norms, counts, centroids, D: tl.constexpr, BD: tl.constexpr,
+    start, found, origin, operand, norms, centroids, D: tl.constexpr, BD: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """The first table: copied, its mean as the origin, the first operand, counts of zero."""
+    """The first table: copied, its mean as the origin, the first operand."""
     head = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, BK)
     channel = tl.arange(0, BD)
@@ -106,7 +105,6 @@ def _begin(
     middle = tl.sum(rows, 0) / centroids
     tl.store(origin + head * D + channel, middle, mask=channel < D)
     tl.store(found + place, rows, mask=inside)
-    tl.store(counts + line, 0, mask=number < centroids)
     _store_operand(operand, norms, rows, middle, line, place, inside, number < centroids)
 
 
@@ -196,7 +194,6 @@ def _finish_step(
     for stretch in range(0, stretches):
         total += tl.load(sums + stretch * apart + place, mask=inside, other=0.0)
     members = tl.load(counts + line, mask=there, other=0)
-    tl.store(counts + line, 0, mask=there)
     old = tl.load(found + place, mask=inside, other=0.0)
     share = tl.maximum(members, 1).to(tl.float32)[:, None]
     mean = tl.div_rn(total, tl.broadcast_to(share, total.shape))

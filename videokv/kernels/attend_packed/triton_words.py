@@ -38,8 +38,8 @@ class Tuning:
     ``few_rows`` query rows of a KV head, and (by ``triton_words_wide``) for more."""
 
     few_rows = 16
-    few = (2112, 32, 1, 3)
-    many = (528, 64, 4, 2)
+    few = (1584, 32, 1, 3)
+    many = (264, 128, 4, 2)
 
 
 def serves(call: PackedCall) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from videokv.kernels.blocks import as_bytes
 from videokv.kernels.gpu import on_device
 
-ELEMENTS = 4096  # of a block
+ELEMENTS = 2048  # of a block
 WARPS = 4
 _PAIRS = range(4)
 _COUNTS = [f"{name}{pair}" for pair in _PAIRS for name in ("tokens", "x_b", "x_h", "y_b", "y_h")]

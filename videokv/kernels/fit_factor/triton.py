@@ -184,7 +184,7 @@ def _look(
                 omega + (offset * w_t)[:, None] + feature[None, :] * w_f, mask=columns, other=0.0
             )
             b = tl.dot(features, tl.trans(w.to(tl.float32)), input_precision=SPLIT)
-        omega += BT * w_t.to(tl.int64)
+        omega += BT * w_t
         m_0, a_0, t_0 = _online(s - f_0 * b, b, far, m_0, a_0, t_0)
         m_1, a_1, t_1 = _online(s - f_1 * b, b, far, m_1, a_1, t_1)
         m_2, a_2, t_2 = _online(s - f_2 * b, b, far, m_2, a_2, t_2)

@@ -40,6 +40,7 @@ from videokv.rotation import Rotation, signs
 from videokv.tensors import E4M3, GroupFormat
 
 BLOCK_ELEMENTS = 4096  # of one step of a program: 16 a thread
+CLUSTERED_ELEMENTS = 2048  # the same where centroids are subtracted
 ROTATED_ELEMENTS = 8192  # the same with a rotation: 64 tokens of 128 channels
 WARPS = 4
 ROTATED_WARPS = 8
@@ -79,6 +80,7 @@ def launch(
     by_token = format.axis == "token"
     block = max(16, triton.next_power_of_2(size))
     elements = BLOCK_ELEMENTS if rotation is None else ROTATED_ELEMENTS
+    elements = CLUSTERED_ELEMENTS if clusters is not None else elements
     rows = max(16, min(128, elements // block)) if by_token else format.group_size
     groups = size // format.group_size if by_token else size
     lines = tokens if by_token else -(-tokens // format.group_size)
@@ -125,7 +127,7 @@ def launch(
                 enable_fp_fusion=False,
             )
         return PackedGroups(packed, steps, zeros, None), facts
-    if by_token and rotation is None and _owned_by_threads(format, size):
+    if by_token and rotation is None and clusters is None and _owned_by_threads(format, size):
         rows = max(1, owning.GROUPS // _power(groups))
         blocks = -(-tokens // rows)
         stretch = max(1, min(owning.LONGEST, blocks * batch * heads // PROGRAMS))
@@ -141,9 +143,6 @@ def launch(
                 steps.view(torch.uint8),
                 zeros,
                 facts,
-                None if clusters is None else clusters.ids.contiguous(),
-                None if clusters is None else clusters.table.contiguous(),
-                1 if clusters is None else clusters.table.shape[2],
                 ALIGN=row_alignment(x),
                 D=size,
                 BG=_power(groups),

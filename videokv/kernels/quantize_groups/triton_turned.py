@@ -21,8 +21,8 @@ from videokv.kernels.quantize_groups.arithmetic import (
     two_bits,
 )
 
-ROWS = 128
-WARPS = 8
+ROWS = 64
+WARPS = 4
 STAGES = 2
 LONGEST = 8  # blocks that a program walks over
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "stretch", "blocks"]

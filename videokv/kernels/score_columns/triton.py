@@ -23,7 +23,7 @@ from videokv.rotation import Rotation, signs
 
 ROWS = 64
 WARPS = 8
-UNROLLED = 4  # directions of a basis that are in flight at once
+UNROLLED = 8  # directions of a basis that are in flight at once
 # Strides are specialised on: whether 16 divides them, as it does for nearly all heads, decides
 # whether 16 bytes are moved at once.
 _COUNTS = ["heads", "group", "rows", "maps", "projected_maps", "fourth_maps"]
