@@ -219,7 +219,9 @@ def _formula_rows(
     return tuple(rows)
 
 
-def _order(shapes: Sequence[CacheShape], recipes: Sequence[str]) -> Callable[[Row], tuple[int, int]]:
+def _order(
+    shapes: Sequence[CacheShape], recipes: Sequence[str]
+) -> Callable[[Row], tuple[int, int]]:
     """Models, then resolutions, then recipes: the order of the tables."""
     cases = [f"{shape.name} {resolution}" for shape in shapes for resolution in RESOLUTIONS]
     return lambda row: (cases.index(row.case), recipes.index(row.recipe))
