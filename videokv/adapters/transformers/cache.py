@@ -52,7 +52,8 @@ class CompressedCache(Cache):
         they came (one forward per chunk, one long prompt, or one by one when decoding); those
         that do not fill one yet stay dense. None: as the recipe's policy says, else the length
         of the first forward, at most 512; 128 where that is a single token.
-    options: passed to ``Recipe.new_cache`` (``record_mass``, ``window_chunks``, ``workspace_bytes``).
+    options: passed to ``Recipe.new_cache`` (``record_mass``, ``window_chunks``,
+        ``workspace_bytes``).
 
     ``copy.deepcopy`` copies the tokens, for the same model.
 
