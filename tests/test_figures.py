@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from videokv.report.figures import attention, convexity, curves, distributions, frames, memory
+from videokv.report.style import colour_of
 from videokv.studies.results import Results, Row
 
 
@@ -112,3 +113,11 @@ def test_long_rollouts_are_shown_in_fast_motion() -> None:
     assert thinned({"a": short}) == ({"a": pytest.approx(short)}, 1)
     shown, step = thinned({"a": long, "b": long})
     assert step == 6 and {len(frames) for frames in shown.values()} == {117}
+
+
+def test_a_recipe_has_one_colour_with_and_without_the_reference(tmp_path) -> None:
+    curves.save_by_chunk({"a": [1.0], "b": [2.0]}, tmp_path, metric="psnr")
+    curves.save_by_chunk({"bf16": [0.5], "a": [1.0], "b": [2.0]}, tmp_path, metric="sharpness")
+    for metric in ("psnr", "sharpness"):
+        drawn = (tmp_path / f"{metric}_by_chunk.svg").read_text().lower()
+        assert all(colour_of(name, ["a", "b"]).lower() in drawn for name in "ab")

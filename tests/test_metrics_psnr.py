@@ -127,3 +127,11 @@ def test_any_strides_and_byte_order_are_read() -> None:
     assert psnr(a[::-1], b[::-1]).psnr_pooled_db == pytest.approx(expected)
     unit = [(x / 255).astype(">f8") for x in (a, b)]
     assert psnr(*unit).psnr_pooled_db == pytest.approx(expected)
+
+
+def test_images_of_more_than_8_bits_are_refused(tmp_path) -> None:
+    from PIL import Image
+
+    Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match="8 bits a channel"):
+        read_frames(tmp_path)

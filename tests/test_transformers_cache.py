@@ -577,7 +577,11 @@ def test_importing_the_adapters_imports_no_model_library():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"foo": 1}, "no option foo"), ({"record_mass": "yes"}, "True or False, got 'yes'")],
+    [
+        ({"foo": 1}, "no option foo"),
+        ({"scale": 0.5}, "no option scale"),
+        ({"record_mass": "yes"}, "True or False, got 'yes'"),
+    ],
 )
 def test_unknown_options_are_refused(options, words):
     with pytest.raises(ValueError, match=words):

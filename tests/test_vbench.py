@@ -244,3 +244,15 @@ def test_an_empty_list_of_exported_videos_is_named(tmp_path):
     (tmp_path / "prompts.json").write_text("[]")
     with pytest.raises(ValueError, match="lists no videos"):
         vbench_files.read_prompts(tmp_path)
+
+
+def test_damaged_lists_and_scores_that_are_not_finite_are_named(tmp_path):
+    entry = {"file": 5, "prompt": "a cat", "dimension": "color", "frames": 1, "seconds": 1}
+    (tmp_path / "prompts.json").write_text(json.dumps([entry]))
+    with pytest.raises(ValueError, match="file must be text"):
+        vbench_files.read_prompts(tmp_path)
+    exports = [vbench_files.export("a cat", "color", 0, frames=100, fps=20)]
+    for wrong in (float("nan"), float("inf")):
+        clip = {"video_path": "x/a cat-0.mp4", "video_results": wrong}
+        with pytest.raises(ValueError, match="it has no mean"):
+            vbench_run.by_prompt([clip], exports, "color")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+EIGHT_BIT_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"}
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 # What numpy and zipfile raise on .npy and .npz files that are cut, overwritten or of another kind.
 DAMAGED_ARRAY = (
@@ -49,6 +50,8 @@ def _read_folder(folder: Path) -> NDArray[np.uint8]:
     for name in names:
         try:
             with Image.open(name) as image:
+                if image.mode not in EIGHT_BIT_MODES:  # Pillow would cut these off at 255
+                    raise ValueError(f"its mode is {image.mode}; save frames with 8 bits a channel")
                 frames.append(np.asarray(image.convert("RGB")))
         except (OSError, SyntaxError, ValueError) as error:  # Pillow raises all three
             raise ValueError(f"{name} is not a readable image: {error}") from error

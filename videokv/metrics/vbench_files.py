@@ -30,6 +30,11 @@ class Export:
     frames: int
     seconds: float
 
+    def __post_init__(self) -> None:
+        for name in ("file", "prompt", "dimension"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be text, got {getattr(self, name)!r}")
+
 
 def first_share(prompts: Mapping[str, Sequence[str]], *, share: float) -> dict[str, list[str]]:
     """The first ``share`` of each dimension's prompts, at least one (2605.26266 takes 0.3).

@@ -7,6 +7,7 @@ input scores pieces of 2 s in every dimension, whatever is configured.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -114,7 +115,8 @@ def by_prompt(
 ) -> dict[str, list[float]]:
     """VBench's per-clip list → prompt → scores. Pieces of a video bear its name in their path.
 
-    Raises ValueError where a video was not scored: a mean over the others would be another figure.
+    Raises ValueError where a video was not scored, or as NaN or infinity: a mean over the others
+    would be another figure.
     """
     wanted = {
         Path(entry.file).stem: entry.prompt for entry in exports if entry.dimension == dimension
@@ -128,11 +130,18 @@ def by_prompt(
             raise ValueError(f"VBench scored {clip['video_path']}, which no prompt belongs to")
         stem = max(names, key=len)
         seen.add(stem)
-        values.setdefault(wanted[stem], []).append(float(clip["video_results"]))
+        values.setdefault(wanted[stem], []).append(_finite(clip))
     missed = sorted(set(wanted) - seen)
     if missed:
         raise ValueError(f"VBench scored no clip of {missed[:3]} ({len(missed)} videos)")
     return values
+
+
+def _finite(clip: Mapping[str, Any]) -> float:
+    value = float(clip["video_results"])
+    if not math.isfinite(value):
+        raise ValueError(f"VBench scored {clip['video_path']} as {value}; it has no mean")
+    return value
 
 
 def _piece(part: str, stem: str) -> bool:

@@ -12,15 +12,21 @@ Bits are counted from a chunk that is really packed; a model's shape is that of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from videokv.studies.demo import check_folder
+import videokv
+from videokv.outputs import check_folder
+from videokv.studies.journal import Journal
 from videokv.studies.results import Results, Row, versions, write_json
 
 BF16_BYTES = 2
 SIDES = 2  # keys and values
 GIB = 2**30
+MAX_BUDGET_GIB = 1e9  # an exbibyte; far beyond it chunks are no longer counted exactly
+MEASURED = "measured | "  # before the key of a unit that a model ran for
 RESOLUTIONS = {"480p": (480, 832), "720p": (720, 1280)}
 DEFAULT_RECIPES = ("bf16", "quarot-2bit", "qvg-2bit", "quantwm-2bit")
 
@@ -137,47 +143,96 @@ def run_memory(
 
     frames: latent frames whose bytes are shown, rounded up to chunks. budget_gib: for the cache
     alone, weights and activations not counted. measure: also run the models that are here and set
-    the bytes they hold beside the formula's (``memory_measured``).
+    the bytes they hold beside the formula's (``memory_measured``). Names given twice count once.
+    A folder of this study with the same budget and frames is gone on with.
 
-    Raises ValueError on an unknown model or recipe, and on a budget or length that is not positive.
+    Raises ValueError on an unknown model or recipe, on a budget or length that is not positive and
+    finite, and on the folder of another study.
     """
-    if not budget_gib > 0 or frames < 1:
-        raise ValueError(f"budget and frames must be positive, got {budget_gib} and {frames}")
-    shapes = [model(name) for name in models]
+    if not 0 < budget_gib <= MAX_BUDGET_GIB or frames < 1:
+        raise ValueError(
+            f"budget must be above 0 and at most {MAX_BUDGET_GIB:g} GiB and frames positive, got "
+            f"{budget_gib} and {frames}"
+        )
+    shapes = [model(name) for name in dict.fromkeys(models)]
+    recipes = tuple(dict.fromkeys(recipes))
+    for name in recipes:
+        _exact_chunks(name)  # refuses an unknown one before anything is written
     check_folder(out)
-    rows: list[Row] = []
-    for shape in shapes:
-        chunks = -(-frames // shape.chunk_frames)
-        for resolution in RESOLUTIONS:
-            case = f"{shape.name} {resolution}"
-            for recipe in recipes:
-                size = held(shape, recipe, resolution=resolution, chunks=chunks)
-                count = longest(shape, recipe, resolution=resolution, budget_bytes=budget_gib * GIB)
-                figures = {
-                    "bits_per_element": _bits(
-                        recipe, shape.chunk_tokens(resolution), shape.head_dim
-                    ),
-                    "dense_bytes": size.dense_bytes,
-                    "held_bytes": size.held_bytes,
-                    "workspace_bytes": size.workspace_bytes,
-                    "peak_bytes": size.peak_bytes,
-                    "ratio": size.dense_bytes / size.held_bytes,
-                    "longest_latent_frames": float(count * shape.chunk_frames),
-                }
-                rows += [Row(case, recipe, name, float(v)) for name, v in figures.items()]
     told, missing = versions(), {}
-    if measure:
-        from videokv.studies.memory_measured import measure_memory
+    settings = {
+        "study": "memory", "budget_gib": budget_gib, "frames": frames,
+        "videokv": videokv.__version__,
+    }  # fmt: skip
+    with Journal(out, settings, check=_unit_rows) as journal:
+        rows: list[Row] = []
+        for shape in shapes:
+            for recipe in recipes:
+                key = f"{shape.name} | {recipe}"
+                if key not in journal.done:
+                    made = _formula_rows(shape, recipe, budget_gib=budget_gib, frames=frames)
+                    journal.append(key, _unit(made))
+                rows += _unit_rows(journal.done[key])
+        rows.sort(key=_order(shapes, recipes))
+        if measure:
+            from videokv.studies.memory_measured import measure_memory
 
-        found = measure_memory(recipes)
-        rows += found.rows
-        missing = found.not_available
-        told |= {
-            f"measured minus formula, {name}": text for name, text in found.differences.items()
-        }
-    results = Results("memory", command, 0, "cpu", told, tuple(rows), "none", missing)
-    write_json(out / "results.json", results.as_json())
+            done = {
+                key: _unit_rows(unit)
+                for key, unit in journal.done.items()
+                if key.startswith(MEASURED)
+            }
+            found = measure_memory(
+                recipes,
+                done={key.removeprefix(MEASURED): made for key, made in done.items()},
+                on_rows=lambda key, made: journal.append(MEASURED + key, _unit(made)),
+            )
+            rows += found.rows
+            missing = found.not_available
+            told |= {
+                f"measured minus formula, {name}": text for name, text in found.differences.items()
+            }
+        results = Results("memory", command, 0, "cpu", told, tuple(rows), "none", missing)
+        write_json(out / "results.json", results.as_json())
     return results
+
+
+def _formula_rows(
+    shape: CacheShape, recipe: str, *, budget_gib: float, frames: int
+) -> tuple[Row, ...]:
+    """One model under one recipe, at every resolution."""
+    chunks, rows = -(-frames // shape.chunk_frames), []
+    for resolution in RESOLUTIONS:
+        size = held(shape, recipe, resolution=resolution, chunks=chunks)
+        count = longest(shape, recipe, resolution=resolution, budget_bytes=budget_gib * GIB)
+        figures = {
+            "bits_per_element": _bits(recipe, shape.chunk_tokens(resolution), shape.head_dim),
+            "dense_bytes": size.dense_bytes,
+            "held_bytes": size.held_bytes,
+            "workspace_bytes": size.workspace_bytes,
+            "peak_bytes": size.peak_bytes,
+            "ratio": size.dense_bytes / size.held_bytes,
+            "longest_latent_frames": float(count * shape.chunk_frames),
+        }
+        case = f"{shape.name} {resolution}"
+        rows += [Row(case, recipe, name, float(value)) for name, value in figures.items()]
+    return tuple(rows)
+
+
+def _order(
+    shapes: Sequence[CacheShape], recipes: Sequence[str]
+) -> Callable[[Row], tuple[int, int]]:
+    """Models, then resolutions, then recipes: the order of the tables."""
+    cases = [f"{shape.name} {resolution}" for shape in shapes for resolution in RESOLUTIONS]
+    return lambda row: (cases.index(row.case), recipes.index(row.recipe))
+
+
+def _unit(rows: Sequence[Row]) -> dict[str, object]:
+    return {"rows": [(row.case, row.recipe, row.metric, row.value) for row in rows]}
+
+
+def _unit_rows(unit: Mapping[str, Any]) -> list[Row]:
+    return [Row(*row) for row in unit["rows"]]
 
 
 def _exact_chunks(name: str) -> int:

@@ -52,7 +52,8 @@ class CompressedCache(Cache):
         they came (one forward per chunk, one long prompt, or one by one when decoding); those
         that do not fill one yet stay dense. None: as the recipe's policy says, else the length
         of the first forward, at most 512; 128 where that is a single token.
-    options: passed to ``Recipe.new_cache`` (``record_mass``, ``workspace_bytes``).
+    options: passed to ``Recipe.new_cache`` (``record_mass``, ``window_chunks``,
+        ``workspace_bytes``).
 
     ``copy.deepcopy`` copies the tokens, for the same model.
 
@@ -362,7 +363,8 @@ class CompressedCache(Cache):
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    known = {"record_mass", "workspace_bytes", "window_chunks", "scale"}
+    # No scale: the model gives its own with every call, and commits use that.
+    known = {"record_mass", "workspace_bytes", "window_chunks"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(

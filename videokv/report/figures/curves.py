@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from videokv.report.figures.files import bare, save_figure
+from videokv.report.style import colour_of
 from videokv.studies.prefill import chunk_number
 from videokv.studies.results import Results
 from videokv.studies.variants import REFERENCE
@@ -111,8 +112,9 @@ def save_by_chunk(
             x = range(first_chunk, first_chunk + len(found))
             bars = errors.get(name)
             axes.errorbar(
-                x, found, yerr=bars, marker="o", markersize=3, capsize=2, linewidth=1, label=name
-            )
+                x, found, yerr=bars, marker="o", markersize=3, capsize=2, linewidth=1, label=name,
+                color=colour_of(name, list(values)),
+            )  # fmt: skip
         axes.set_xlabel("chunk")
         axes.set_ylabel(NAMES.get(metric, metric))
         axes.legend(frameon=False, fontsize=8)
