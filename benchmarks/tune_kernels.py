@@ -217,7 +217,8 @@ def quantizing_case(label: str, tensors: list[torch.Tensor]) -> Case:
 
     def apply(setting: tuple[int, ...]) -> None:
         if clusters is not None:
-            quantizing.CLUSTERED_ELEMENTS, quantizing.WARPS, quantizing.LONGEST = setting
+            quantizing.CLUSTERED_ELEMENTS, quantizing.CLUSTERED_WARPS = setting[:2]
+            quantizing.LONGEST = setting[2]
         elif rotation is None:
             triton_owned.GROUPS, triton_owned.WARPS, triton_owned.LONGEST = setting
         else:

@@ -22,7 +22,7 @@ from videokv.kernels.gpu import on_device
 
 STEP_TOKENS = 128
 STEP_WARPS = 8
-STEP_STAGES = 2
+STEP_STAGES = 3
 STEP_STRETCHES = 11  # of a head, fixed: with 12 heads a program for each of 132 multiprocessors
 FINISH_CENTROIDS = 8
 LARGEST_TABLE = 256 * 128  # centroids times channels whose float32 sums fit into registers

@@ -41,6 +41,7 @@ from videokv.tensors import E4M3, GroupFormat
 
 BLOCK_ELEMENTS = 4096  # of one step of a program: 16 a thread
 CLUSTERED_ELEMENTS = 2048  # the same where centroids are subtracted
+CLUSTERED_WARPS = 2
 ROTATED_ELEMENTS = 8192  # the same with a rotation: 64 tokens of 128 channels
 WARPS = 4
 ROTATED_WARPS = 8
@@ -81,6 +82,8 @@ def launch(
     block = max(16, triton.next_power_of_2(size))
     elements = BLOCK_ELEMENTS if rotation is None else ROTATED_ELEMENTS
     elements = CLUSTERED_ELEMENTS if clusters is not None else elements
+    warps = WARPS if rotation is None else ROTATED_WARPS
+    warps = CLUSTERED_WARPS if clusters is not None else warps
     rows = max(16, min(128, elements // block)) if by_token else format.group_size
     groups = size // format.group_size if by_token else size
     lines = tokens if by_token else -(-tokens // format.group_size)
@@ -195,7 +198,7 @@ def launch(
             LATE=by_token and rotation is not None and _two_bit_offsets(format),
             INVERSE=_inverse(levels),
             NATIVE=isinstance(_kernel, triton.JITFunction),
-            num_warps=WARPS if rotation is None else ROTATED_WARPS,
+            num_warps=warps,
             enable_fp_fusion=False,
         )
     return PackedGroups(packed, steps, zeros, None), facts

@@ -20,7 +20,7 @@ from videokv.kernels.quantize_groups.arithmetic import (
     two_bit_signs,
 )
 
-WARPS = 2
+WARPS = 1
 GROUPS = 64  # of one step of a program: one a thread
 LONGEST = 8  # blocks that a program walks over
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "stretch", "blocks"]

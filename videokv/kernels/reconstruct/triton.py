@@ -62,7 +62,7 @@ WARPS = {"plain": 4, "stages": 4, "rotated": 4, "low_rank": 4}
 # Of a thread, or as the compiler likes.
 REGISTERS: dict[str, int | None] = dict.fromkeys(WARPS)
 PROGRAMS = 1056  # eight for each of 132 multiprocessors
-LONGEST = {"plain": 1, "stages": 1, "rotated": 8, "low_rank": 8}  # steps of a program
+LONGEST = {"plain": 1, "stages": 1, "rotated": 3, "low_rank": 1}  # steps of a program
 SPLIT = True  # a product for each place of a code in its byte
 _COUNTS = ["heads", "tokens", "stretch", "time_groups", "out_b", "out_h"]
 _COUNTS += ["size0", "size1", "size2", "size3", "rope_rows"]

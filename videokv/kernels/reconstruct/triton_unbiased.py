@@ -55,7 +55,7 @@ from videokv.tensors import E4M3
 BLOCK_ELEMENTS = 8192  # of one step of a program: 64 tokens of 128 channels
 PROGRAMS = 1056  # eight for each of 132 multiprocessors; more would only fetch the matrix again
 LONGEST = 8  # blocks of a stretch
-REGISTERS: int | None = None  # of a thread, or as the compiler likes
+REGISTERS: int | None = 128  # of a thread, or as the compiler likes
 STAGES = 3  # of packed codes on their way
 WARPS = 4  # of a block of 64 tokens: one warp group, whose registers are the operands
 SPLIT_BITS = (2, 3, 4)  # codes of one step a token that are turned without unpacking rows
