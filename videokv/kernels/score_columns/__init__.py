@@ -203,7 +203,8 @@ def _checked(asked: _Widening) -> str | None:
     config = (
         query.dtype, query.shape[3], maps[0].group_size, asked.width, maps[0].transform,
         any(m.power == 4 for m in maps), query.stride(3) == 1,
-        None if bases is None else (bases.shape[3], bases.dtype),
+        None if bases is None else (bases.shape[3], bases.dtype, min(len(maps), 64)),
+        all(m.basis is not None for m in maps),
     )  # fmt: skip
     return checked_refusal("score_columns", config, query.device, lambda: _self_check(asked))
 
