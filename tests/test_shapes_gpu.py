@@ -96,7 +96,7 @@ def encoded(name, x, side="keys"):
 
 @pytest.mark.parametrize("name", ["rtn-2bit", "quarot-2bit", "qvg-2bit", "videokv-2bit"])
 def test_more_than_2_to_the_31_elements(name):
-    """The last of 66 heads, whose rows begin beyond element 2^31, has the bits that it has alone."""
+    """The last of 66 heads, which begins beyond element 2^31, has the bits that it has alone."""
     heads, tokens, size = 66, 262_144, 128
     x = torch.empty(1, heads, tokens, size, dtype=BF16, device="cuda")
     assert x.numel() > 2**31
