@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -145,6 +145,7 @@ class QueryAware:
     candidates: int = 4
     metric: Metric = "diagonal"
     clustering: Clustering = Clustering()
+    stackable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("candidates", self.candidates)

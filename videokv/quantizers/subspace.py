@@ -44,6 +44,11 @@ class Repair:
     places: Tensor | None
     complete: bool
 
+    @property
+    def format_by_data(self) -> bool:
+        """Whether the layout follows from which rows were worth repairing."""
+        return not self.complete
+
     def coefficients(self, tokens: int) -> Tensor:
         """C as stored, float32 ``[B, H, T, r]``."""
         return self._spread(self.codes.float() * self.scales.float(), tokens)
@@ -155,6 +160,11 @@ class Subspace:
         if isinstance(self.inner, Subspace):
             raise ValueError("a Subspace cannot repair another; raise its rank instead")
         check_count("basis_chunks", self.basis_chunks)
+
+    @property
+    def stackable(self) -> bool:
+        """Whether ``inner`` treats batch rows by themselves."""
+        return getattr(self.inner, "stackable", False)
 
     @property
     def period(self) -> int:

@@ -1,0 +1,360 @@
+"""Layers of one shape are packed together, as batch rows of one tensor.
+
+On a GPU a commit waits for the host, which starts the same few dozen kernels for every layer.
+Quantizers that treat every batch row and head as if it were alone give the same codes, steps and
+factors when the rows of several layers are stacked along the batch; the results are split again
+into tensors that own their storage, so that each layer frees what it drops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from videokv.cache.chunks import SAMPLED_QUERIES, DenseChunk, Job, PackedChunk
+from videokv.cache.layer import Coding, LayerCache
+from videokv.cache.moment import reads_queries
+from videokv.protocols import EncodeContext, Packed, Quantizer, Role
+from videokv.tensors import held_bytes, walk_tensors
+
+STACKED_ON = ("cuda",)  # device types where starting kernels costs more than copying rows
+MOST_HEADS = 65535  # batch rows times heads that a kernel's grid takes
+
+T = TypeVar("T")
+
+
+class _Unlike(Exception):
+    """Tensors or fields differ between layers, or do not have the batch first."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """chunks: one a layer. stack_bytes: of the stacked copies that were alive at once."""
+
+    chunks: list[PackedChunk]
+    stack_bytes: int
+
+
+def groups(
+    layers: Sequence[LayerCache], end: int, *, room_bytes: int | None
+) -> Iterator[list[LayerCache]]:
+    """Consecutive layers that pack chunks of the same kinds when rows up to ``end`` are committed.
+
+    A group's copies take at most what a layer's last read took (its visible tokens in the model's
+    dtype), and at most ``room_bytes``.
+    """
+    group: list[LayerCache] = []
+    kind: Hashable = None
+    most = 1
+    for layer in layers:
+        if group and len(group) < most and _kind(layer) == kind:
+            group.append(layer)
+            continue
+        if group:
+            yield group
+        group, most = [layer], _most(layer, end, room_bytes)
+        kind = _kind(layer) if most > 1 else None
+    if group:
+        yield group
+
+
+def packed_together(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked | None:
+    """The chunks that packing each job alone would give; None where that has to be done: parts of
+    the jobs differ, the format depends on the numbers, or something is refused (alone, the error
+    names its layer)."""
+    try:
+        return _packed(coding, jobs, scale=scale)
+    except (_Unlike, ValueError, torch.OutOfMemoryError):
+        return None
+
+
+def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked:
+    chunks = [job.chunk for job in jobs]
+    stack = _Stack(len(jobs), chunks[0].keys.shape[0])
+    keys: Packed | None = None
+    factors: Tensor | None = None
+    if coding.keys is not None:
+        rows = stack.rows([chunk.keys for chunk in chunks])
+        keys = _encoded(coding.keys, coding.seed, "key", rows, jobs, stack)
+        if coding.correction is not None:
+            wanted = reads_queries(coding.correction)
+            queries = stack.joined([c.queries for c in chunks]) if wanted else None
+            factors = coding.correction.fit(keys, rows, queries, scale=scale)
+        del rows
+    values: Packed | None = None
+    if coding.values is not None:
+        rows = stack.rows([chunk.values for chunk in chunks])
+        values = _encoded(coding.values, coding.seed, "value", rows, jobs, stack)
+    found = stack.split((keys, values, factors))
+    return Stacked(
+        [
+            PackedChunk(
+                chunk.ordinal,
+                chunk.start,
+                chunk.tokens,
+                chunk.keys if own_keys is None else own_keys,
+                chunk.values if own_values is None else own_values,
+                own_factors,
+            )
+            for chunk, (own_keys, own_values, own_factors) in zip(chunks, found, strict=True)
+        ],
+        stack.peak_bytes,
+    )
+
+
+def _encoded(
+    quantizer: Quantizer,
+    seed: int,
+    role: Role,
+    rows: Tensor,
+    jobs: Sequence[Job],
+    stack: _Stack,
+) -> Packed:
+    """One side of all jobs."""
+    before = [_before(job, role) for job in jobs]
+    if any(map(_by_data, before)):  # so would this chunk, most likely
+        raise _Unlike
+    # Nobody looks at the tensors of the chunk before: it only has to be of the same kind.
+    looks = getattr(quantizer, "reads_previous", True)
+    previous = stack.joined(before) if looks else stack.alike(before)
+    moment = None
+    if jobs[0].moment is not None and reads_queries(quantizer):
+        moment = stack.joined([None if job.moment is None else job.moment.mean for job in jobs])
+    packed = quantizer.encode(
+        rows,
+        EncodeContext(
+            layer=jobs[0].layer,
+            role=role,
+            seed=seed,
+            query_moment=moment,
+            query_count=0 if jobs[0].moment is None else jobs[0].moment.count,
+            previous=previous,
+        ),
+    )
+    if _by_data(packed):
+        raise _Unlike
+    return packed
+
+
+def _before(job: Job, role: Role) -> Packed | None:
+    if job.previous is None:
+        return None
+    side = job.previous.keys if role == "key" else job.previous.values
+    return None if isinstance(side, Tensor) else side
+
+
+def _by_data(holder: Any) -> bool:
+    """Whether a chunk, or a part of it, has a format that other layers' numbers may have set."""
+    if getattr(holder, "format_by_data", False):
+        return True
+    if dataclasses.is_dataclass(holder):
+        return any(_by_data(getattr(holder, field.name)) for field in dataclasses.fields(holder))
+    return isinstance(holder, (tuple, list)) and any(_by_data(item) for item in holder)
+
+
+class _Stack:
+    """Joins what ``count`` layers of ``batch`` rows hold, and splits what was made of it."""
+
+    def __init__(self, count: int, batch: int) -> None:
+        self.count = count
+        self.batch = batch
+        self._joined_bytes = self._rows_bytes = 0
+        self._whole: dict[tuple[int, ...], Tensor] = {}
+        self._parts: dict[int, list[Tensor]] = {}
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of everything joined, and of the largest rows, which are let go one after another."""
+        return self._joined_bytes + self._rows_bytes
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The rows of all, of which nothing is kept here."""
+        self._check(tensors)
+        whole = _cat(tensors)
+        self._rows_bytes = max(self._rows_bytes, whole.nbytes)
+        return whole
+
+    def joined(self, holders: Sequence[T]) -> T:
+        """One holder (dataclasses, tuples, tensors) with the rows of all, layer by layer."""
+        return self._visit(holders, copy=True)
+
+    def alike(self, holders: Sequence[T]) -> T:
+        """The first, where the others differ in nothing but the numbers in their tensors."""
+        self._visit(holders, copy=False)
+        return holders[0]
+
+    def split(self, holder: T) -> list[T]:
+        """Each layer's rows in storages of its own; what was joined comes apart as it came, so
+        that chunks go on sharing tensors."""
+        parts = dict(self._parts)
+        new = {id(t): t for t in walk_tensors(holder) if id(t) not in parts}
+        parts |= self._copied(new.values())
+        return [self._part(holder, parts, number) for number in range(self.count)]
+
+    def _visit(self, holders: Sequence[Any], *, copy: bool) -> Any:
+        first = holders[0]
+        if any(type(other) is not type(first) for other in holders):
+            raise _Unlike
+        if isinstance(first, Tensor):
+            return self._tensors(holders, copy=copy)
+        if dataclasses.is_dataclass(first) and not isinstance(first, type):
+            changed = {
+                field.name: self._field(field.name, holders, copy=copy)
+                for field in dataclasses.fields(first)
+                if field.init
+            }
+            return dataclasses.replace(first, **changed) if copy else first
+        if isinstance(first, (tuple, list)):
+            if any(len(other) != len(first) for other in holders):
+                raise _Unlike
+            return type(first)(
+                self._visit(items, copy=copy) for items in zip(*holders, strict=True)
+            )
+        if any(other is not first and other != first for other in holders):
+            raise _Unlike
+        return first
+
+    def _field(self, name: str, holders: Sequence[Any], *, copy: bool) -> Any:
+        found = self._visit([getattr(holder, name) for holder in holders], copy=copy)
+        if copy and name == "shape" and isinstance(found, tuple) and found[0] == self.batch:
+            return (self.count * self.batch, *found[1:])
+        return found
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        first = tensors[0]
+        if first.ndim == 0 or first.shape[0] != self.batch:
+            raise _Unlike
+        if any((t.shape, t.dtype, t.device) != (first.shape, first.dtype, first.device)
+               for t in tensors):  # fmt: skip
+            raise _Unlike
+
+    def _tensors(self, tensors: Sequence[Tensor], *, copy: bool) -> Tensor:
+        self._check(tensors)
+        if not copy:
+            return tensors[0]
+        key = tuple(id(tensor) for tensor in tensors)
+        if key not in self._whole:
+            whole = _cat(tensors)
+            self._joined_bytes += whole.nbytes
+            self._whole[key] = whole  # which stays alive, and so do the numbers by which it goes
+            self._parts[id(whole)] = list(tensors)
+        return self._whole[key]
+
+    def _copied(self, tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+        """Copies by layer of tensors with the rows of all; one launch for many tensors."""
+        found: dict[int, list[Tensor]] = {}
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.ndim == 0 or tensor.shape[0] != self.count * self.batch:
+                raise _Unlike
+            whole = tensor.contiguous()
+            shape = (self.batch, *whole.shape[1:])
+            found[id(tensor)] = own = [whole.new_empty(shape) for _ in range(self.count)]
+            if whole.numel():
+                targets += [_bytes(part) for part in own]
+                sources += _bytes(whole).chunk(self.count)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return found
+
+    def _part(self, holder: Any, parts: dict[int, list[Tensor]], number: int) -> Any:
+        if isinstance(holder, Tensor):
+            return parts[id(holder)][number]
+        if dataclasses.is_dataclass(holder) and not isinstance(holder, type):
+            changed = {}
+            for field in dataclasses.fields(holder):
+                if not field.init:
+                    continue
+                value = getattr(holder, field.name)
+                if field.name == "shape" and isinstance(value, tuple):
+                    changed[field.name] = (self.batch, *value[1:])
+                else:
+                    changed[field.name] = self._part(value, parts, number)
+            return dataclasses.replace(holder, **changed)
+        if isinstance(holder, (tuple, list)):
+            return type(holder)(self._part(item, parts, number) for item in holder)
+        return holder
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other along the batch; one-byte floats go through their bytes."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
+    return torch.cat(list(tensors))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a row of bytes, so that all dtypes are copied in one launch."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _kind(layer: LayerCache) -> Hashable:
+    """Layers for which it is equal pack the same chunks, of the same shapes, at a commit."""
+    state = layer.state
+    layout, tail, waiting = state.layout, state.tail, state.open
+    rows = [
+        None if part is None else (part.start, part.tokens, _shape(part.queries))
+        for part in (tail, waiting)
+    ]
+    chunks = tuple(
+        (type(chunk), chunk.ordinal, chunk.start, chunk.tokens, _dense_facts(chunk))
+        for chunk in state.chunks
+    )
+    moment = None if state.moment is None else state.moment.count
+    described = None if layout is None else layout.describe()
+    return (described, state.length, state.next_ordinal, tuple(rows), chunks, moment)
+
+
+def _dense_facts(chunk: DenseChunk | PackedChunk) -> Hashable:
+    return (chunk.pinned, _shape(chunk.queries)) if isinstance(chunk, DenseChunk) else None
+
+
+def _shape(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def _most(layer: LayerCache, end: int, room_bytes: int | None) -> int:
+    """How many layers like this one may be packed together, at least 1."""
+    coding, state = layer.coding, layer.state
+    layout = state.layout
+    if layout is None or layout.device.type not in STACKED_ON or not _stackable(coding):
+        return 1
+    fresh = end - state.length
+    read_bytes = layout.token_bytes() * (layer.visible_tokens + fresh)
+    room = read_bytes if room_bytes is None else min(read_bytes, room_bytes)
+    heads = MOST_HEADS // (layout.batch * layout.kv_heads)
+    return max(1, min(room // max(1, _stack_bytes(layer, fresh)), heads))
+
+
+def _stack_bytes(layer: LayerCache, fresh: int) -> int:
+    """At most what a layer adds to the copies of its group: rows, queries, moment and the chunk
+    before."""
+    coding, state = layer.coding, layer.state
+    assert state.layout is not None and state.tail is not None
+    waiting = [c.tokens for c in state.chunks if isinstance(c, DenseChunk) and not c.pinned]
+    tokens = max([coding.policy.chunk_tokens or fresh, *waiting])
+    size_bytes = tokens * state.layout.token_bytes()
+    if state.tail.queries is not None and reads_queries(coding.correction):
+        size_bytes += state.tail.queries[:, :, :SAMPLED_QUERIES].nbytes
+    if state.moment is not None:
+        size_bytes += state.moment.mean.nbytes
+    before = [c for c in state.chunks if isinstance(c, PackedChunk)][-1:]
+    for chunk in before:
+        for quantizer, side in ((coding.keys, chunk.keys), (coding.values, chunk.values)):
+            if quantizer is not None and getattr(quantizer, "reads_previous", True):
+                size_bytes += held_bytes(side)
+    return size_bytes
+
+
+def _stackable(coding: Coding) -> bool:
+    methods = (coding.keys, coding.values, coding.correction)
+    return not coding.dense and all(
+        method is None or getattr(method, "stackable", False) for method in methods
+    )
