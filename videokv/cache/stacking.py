@@ -215,6 +215,10 @@ class _Stack:
             return type(first)(
                 self._visit(items, copy=copy) for items in zip(*holders, strict=True)
             )
+        if isinstance(first, dict):
+            if any(other.keys() != first.keys() for other in holders):
+                raise _Unlike
+            return {k: self._visit([held[k] for held in holders], copy=copy) for k in first}
         if any(other is not first and other != first for other in holders):
             raise _Unlike
         return first
@@ -279,6 +283,8 @@ class _Stack:
             return dataclasses.replace(holder, **changed)
         if isinstance(holder, (tuple, list)):
             return type(holder)(self._part(item, parts, number) for item in holder)
+        if isinstance(holder, dict):
+            return {key: self._part(item, parts, number) for key, item in holder.items()}
         return holder
 
 
