@@ -47,6 +47,9 @@ def unlike(one, other, path="state"):
         return [f"{path}: {type(one).__name__}, {type(other).__name__}"]
     if isinstance(one, torch.Tensor):
         like = (one.shape, one.dtype) == (other.shape, other.dtype)
+        if path.endswith(".factors") and one.is_cuda and like:
+            # Features of queries come from library kernels, chosen by the number of rows.
+            return [] if torch.allclose(one, other, rtol=2e-3, atol=1e-4) else [path]
         raw = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
         return [] if like and torch.equal(*raw) else [path]
     if dataclasses.is_dataclass(one):
@@ -68,7 +71,7 @@ def filled(
             found = rows(tokens, seed=1000 * start + 10 * number + layer, **shape)
             q, k, v = (x.to(device) for x in found)
             if spoil is not None:
-                spoil(layer, number, k, v)
+                spoil(layer, number, q, k)
             cache.write(layer, start, k, v, q)
         start += tokens
         cache.commit(start)
@@ -168,11 +171,21 @@ def test_chunks_of_a_span_go_on_sharing_their_codebook(together):
 def test_chunks_with_one_basis_share_it_and_rows_without_repair_are_each_layers_own(
     together, correction
 ):
+    def spoil(layer, number, queries, keys):
+        if (layer, number) == (1, 1):  # far from the basis, which is that of chunk 0's queries
+            queries.copy_(30 * torch.linspace(-1, 1, 64).cos().expand_as(queries))
+
     recipe = videokv.recipe(f"quantwm-2bit{correction}", basis_chunks=3)
     together.turn(False)
-    alone = filled(recipe, [64] * 5, size=64)
+    alone = filled(recipe, [64] * 6, size=64, spoil=spoil)
     together.turn(True)
-    stacked = filled(recipe, [64] * 5, size=64)
+    stacked = filled(recipe, [64] * 6, size=64, spoil=spoil)
+    complete = [
+        [chunk.keys.repair.complete for chunk in state.chunks[1:]]
+        for state in stacked.layer_states().values()
+    ]
+    assert all(complete[0]) and all(complete[2]) and not all(complete[1])
+    assert 0 < together.runs < 6
     shared = []
     for one, other in zip(*(c.layer_states().values() for c in (alone, stacked)), strict=True):
         assert unlike(one, other) == []
@@ -183,14 +196,6 @@ def test_chunks_with_one_basis_share_it_and_rows_without_repair_are_each_layers_
         assert shared[-1] == shared[-2]
 
 
-def grown(factor, at):
-    def spoil(layer, number, keys, values):
-        if (layer, number) == at:
-            keys.mul_(factor)
-
-    return spoil
-
-
 @pytest.mark.parametrize(
     ("name", "factor", "options"),
     [
@@ -199,7 +204,7 @@ def grown(factor, at):
     ],
 )
 def test_a_format_that_follows_the_numbers_is_each_layers_own(together, name, factor, options):
-    def spoil(layer, number, keys, values):
+    def spoil(layer, number, queries, keys):
         if (layer, number) == (1, 1):
             keys.mul_(factor)
             if factor == 1.0:

@@ -9,6 +9,7 @@ into tensors that own their storage, so that each layer frees what it drops.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -153,7 +154,7 @@ def _by_data(holder: Any) -> bool:
     if getattr(holder, "format_by_data", False):
         return True
     if dataclasses.is_dataclass(holder):
-        return any(_by_data(getattr(holder, field.name)) for field in dataclasses.fields(holder))
+        return any(_by_data(getattr(holder, name)) for name in _fields(type(holder)))
     return isinstance(holder, (tuple, list)) and any(_by_data(item) for item in holder)
 
 
@@ -203,12 +204,8 @@ class _Stack:
         if isinstance(first, Tensor):
             return self._tensors(holders, copy=copy)
         if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            changed = {
-                field.name: self._field(field.name, holders, copy=copy)
-                for field in dataclasses.fields(first)
-                if field.init
-            }
-            return dataclasses.replace(first, **changed) if copy else first
+            names = _fields(type(first))
+            return _with(first, {name: self._field(name, holders, copy=copy) for name in names})
         if isinstance(first, (tuple, list)):
             if any(len(other) != len(first) for other in holders):
                 raise _Unlike
@@ -271,21 +268,27 @@ class _Stack:
         if isinstance(holder, Tensor):
             return parts[id(holder)][number]
         if dataclasses.is_dataclass(holder) and not isinstance(holder, type):
-            changed = {}
-            for field in dataclasses.fields(holder):
-                if not field.init:
-                    continue
-                value = getattr(holder, field.name)
-                if field.name == "shape" and isinstance(value, tuple):
-                    changed[field.name] = (self.batch, *value[1:])
-                else:
-                    changed[field.name] = self._part(value, parts, number)
-            return dataclasses.replace(holder, **changed)
+            names = _fields(type(holder))
+            found = {name: self._part(getattr(holder, name), parts, number) for name in names}
+            if isinstance(found.get("shape"), tuple):
+                found["shape"] = (self.batch, *found["shape"][1:])
+            return _with(holder, found)
         if isinstance(holder, (tuple, list)):
             return type(holder)(self._part(item, parts, number) for item in holder)
         if isinstance(holder, dict):
             return {key: self._part(item, parts, number) for key, item in holder.items()}
         return holder
+
+
+@functools.lru_cache(maxsize=64)
+def _fields(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
+
+
+def _with(holder: Any, fields: dict[str, Any]) -> Any:
+    """The holder with other fields; itself where none is another object."""
+    changed = {name: item for name, item in fields.items() if item is not getattr(holder, name)}
+    return dataclasses.replace(holder, **changed) if changed else holder
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
@@ -314,8 +317,8 @@ def _kind(layer: LayerCache) -> Hashable:
         for chunk in state.chunks
     )
     moment = None if state.moment is None else state.moment.count
-    described = None if layout is None else layout.describe()
-    return (described, state.length, state.next_ordinal, tuple(rows), chunks, moment)
+    looks = None if layout is None else tuple(vars(layout).values())
+    return (looks, state.length, state.next_ordinal, tuple(rows), chunks, moment)
 
 
 def _dense_facts(chunk: DenseChunk | PackedChunk) -> Hashable:
