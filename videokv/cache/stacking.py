@@ -153,8 +153,9 @@ def _by_data(holder: Any) -> bool:
     """Whether a chunk, or a part of it, has a format that other layers' numbers may have set."""
     if getattr(holder, "format_by_data", False):
         return True
-    if dataclasses.is_dataclass(holder):
-        return any(_by_data(getattr(holder, name)) for name in _fields(type(holder)))
+    names = _fields(type(holder))
+    if names is not None:
+        return any(_by_data(getattr(holder, name)) for name in names)
     return isinstance(holder, (tuple, list)) and any(_by_data(item) for item in holder)
 
 
@@ -203,8 +204,8 @@ class _Stack:
             raise _Unlike
         if isinstance(first, Tensor):
             return self._tensors(holders, copy=copy)
-        if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            names = _fields(type(first))
+        names = _fields(type(first))
+        if names is not None:
             return _with(first, {name: self._field(name, holders, copy=copy) for name in names})
         if isinstance(first, (tuple, list)):
             if any(len(other) != len(first) for other in holders):
@@ -267,8 +268,8 @@ class _Stack:
     def _part(self, holder: Any, parts: dict[int, list[Tensor]], number: int) -> Any:
         if isinstance(holder, Tensor):
             return parts[id(holder)][number]
-        if dataclasses.is_dataclass(holder) and not isinstance(holder, type):
-            names = _fields(type(holder))
+        names = _fields(type(holder))
+        if names is not None:
             found = {name: self._part(getattr(holder, name), parts, number) for name in names}
             if isinstance(found.get("shape"), tuple):
                 found["shape"] = (self.batch, *found["shape"][1:])
@@ -281,7 +282,10 @@ class _Stack:
 
 
 @functools.lru_cache(maxsize=64)
-def _fields(kind: type) -> tuple[str, ...]:
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """Names of what a dataclass is made from; None for other classes."""
+    if not dataclasses.is_dataclass(kind):
+        return None
     return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
