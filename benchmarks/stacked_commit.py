@@ -23,7 +23,7 @@ HEADS, SIZE, WINDOW = 12, 128, 7
 
 def timed(name: str, options: argparse.Namespace, *, together: bool) -> tuple[KVCache, list[float]]:
     """The cache after all chunks and the milliseconds of each commit."""
-    stacking.STACKED_ON = ("cuda",) if together else ()
+    stacking.STACKED_ON = ("cuda",) if together else ("none",)
     cache = KVCache(videokv.recipe(name, window_chunks=WINDOW))
     generator = torch.Generator("cuda").manual_seed(0)
     found = []

@@ -222,6 +222,20 @@ def test_a_format_that_follows_the_numbers_is_each_layers_own(together, name, fa
     assert kinds[0] == [(True, torch.bfloat16)] * 4
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("correction", ["", "+calibrated", "+measured"])
+def test_layers_with_and_without_rows_that_are_not_repaired(together, correction, device):
+    recipe = videokv.recipe(f"quantwm-2bit{correction}")
+    shape = {"size": 128, "heads": 6, "groups": 1, "dtype": torch.bfloat16}
+    _, cache = check(together, recipe, [200] * 4, runs=4, device=device, **shape)
+    repairs = [
+        [chunk.keys.repair for chunk in state.chunks[1:]] for state in cache.layer_states().values()
+    ]
+    assert all(repair.places is None for each in repairs for repair in each)
+    found = [{repair.complete for repair in each} for each in zip(*repairs, strict=True)]
+    assert device == "cuda" or {True, False} in found
+
+
 class _nothing:
     def __enter__(self):
         return self

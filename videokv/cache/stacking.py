@@ -82,7 +82,7 @@ def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked:
     if coding.keys is not None:
         rows = stack.rows([chunk.keys for chunk in chunks])
         keys = _encoded(coding.keys, coding.seed, "key", rows, jobs, stack)
-        if coding.correction is not None:
+        if coding.correction is not None and stack.even:
             wanted = reads_queries(coding.correction)
             queries = stack.joined([c.queries for c in chunks]) if wanted else None
             factors = coding.correction.fit(keys, rows, queries, scale=scale)
@@ -91,20 +91,26 @@ def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked:
     if coding.values is not None:
         rows = stack.rows([chunk.values for chunk in chunks])
         values = _encoded(coding.values, coding.seed, "value", rows, jobs, stack)
-    found = stack.split((keys, values, factors))
-    return Stacked(
-        [
-            PackedChunk(
-                chunk.ordinal,
-                chunk.start,
-                chunk.tokens,
-                chunk.keys if own_keys is None else own_keys,
-                chunk.values if own_values is None else own_values,
-                own_factors,
-            )
-            for chunk, (own_keys, own_values, own_factors) in zip(chunks, found, strict=True)
-        ],
-        stack.peak_bytes,
+    done = []
+    even = stack.even
+    for chunk, own in zip(chunks, stack.split((keys, values, factors)), strict=True):
+        if coding.correction is not None and own[0] is not None and not even:
+            fit = coding.correction.fit(own[0], chunk.keys, chunk.queries, scale=scale)
+            own = (*own[:2], fit)
+        done.append(_chunk(chunk, *own))
+    return Stacked(done, stack.peak_bytes)
+
+
+def _chunk(
+    dense: DenseChunk, keys: Packed | None, values: Packed | None, factors: Tensor | None
+) -> PackedChunk:
+    return PackedChunk(
+        dense.ordinal,
+        dense.start,
+        dense.tokens,
+        dense.keys if keys is None else keys,
+        dense.values if values is None else values,
+        factors,
     )
 
 
@@ -118,8 +124,8 @@ def _encoded(
 ) -> Packed:
     """One side of all jobs."""
     before = [_before(job, role) for job in jobs]
-    if any(map(_by_data, before)):  # so would this chunk, most likely
-        raise _Unlike
+    if any(not hasattr(part, "fields_apart") for part in _set_by_data(before)):
+        raise _Unlike  # so would this chunk, most likely
     # Nobody looks at the tensors of the chunk before: it only has to be of the same kind.
     looks = getattr(quantizer, "reads_previous", True)
     previous = stack.joined(before) if looks else stack.alike(before)
@@ -137,8 +143,7 @@ def _encoded(
             previous=previous,
         ),
     )
-    if _by_data(packed):
-        raise _Unlike
+    stack.set_apart(packed)
     return packed
 
 
@@ -149,14 +154,14 @@ def _before(job: Job, role: Role) -> Packed | None:
     return None if isinstance(side, Tensor) else side
 
 
-def _by_data(holder: Any) -> bool:
-    """Whether a chunk, or a part of it, has a format that other layers' numbers may have set."""
+def _set_by_data(holder: Any) -> Iterator[Any]:
+    """A chunk and its parts, those whose format other layers' numbers may have set."""
     if getattr(holder, "format_by_data", False):
-        return True
-    names = _fields(type(holder))
-    if names is not None:
-        return any(_by_data(getattr(holder, name)) for name in names)
-    return isinstance(holder, (tuple, list)) and any(_by_data(item) for item in holder)
+        yield holder
+    names = _fields(holder)
+    parts = holder if isinstance(holder, (tuple, list)) else ()
+    for part in parts if names is None else [getattr(holder, name) for name in names]:
+        yield from _set_by_data(part)
 
 
 class _Stack:
@@ -168,6 +173,7 @@ class _Stack:
         self._joined_bytes = self._rows_bytes = 0
         self._whole: dict[tuple[int, ...], Tensor] = {}
         self._parts: dict[int, list[Tensor]] = {}
+        self._apart: dict[int, list[dict[str, Any]]] = {}
 
     @property
     def peak_bytes(self) -> int:
@@ -180,6 +186,19 @@ class _Stack:
         whole = _cat(tensors)
         self._rows_bytes = max(self._rows_bytes, whole.nbytes)
         return whole
+
+    @property
+    def even(self) -> bool:
+        """Whether each layer has the plain fields that all have together."""
+        return all(fields.count(fields[0]) == len(fields) for fields in self._apart.values())
+
+    def set_apart(self, packed: Packed) -> None:
+        """Look up the plain fields that each layer would have alone, of what was packed here."""
+        for part in _set_by_data(packed):
+            fields = part.fields_apart(self.count) if hasattr(part, "fields_apart") else None
+            if fields is None:
+                raise _Unlike
+            self._apart[id(part)] = fields
 
     def joined(self, holders: Sequence[T]) -> T:
         """One holder (dataclasses, tuples, tensors) with the rows of all, layer by layer."""
@@ -204,9 +223,11 @@ class _Stack:
             raise _Unlike
         if isinstance(first, Tensor):
             return self._tensors(holders, copy=copy)
-        names = _fields(type(first))
+        names = _fields(first)
         if names is not None:
-            return _with(first, {name: self._field(name, holders, copy=copy) for name in names})
+            free = getattr(first, "fields_by_data", ())
+            found = {n: self._field(n, holders, copy=copy) for n in names if n not in free}
+            return _with(first, found)
         if isinstance(first, (tuple, list)):
             if any(len(other) != len(first) for other in holders):
                 raise _Unlike
@@ -268,12 +289,13 @@ class _Stack:
     def _part(self, holder: Any, parts: dict[int, list[Tensor]], number: int) -> Any:
         if isinstance(holder, Tensor):
             return parts[id(holder)][number]
-        names = _fields(type(holder))
+        names = _fields(holder)
         if names is not None:
             found = {name: self._part(getattr(holder, name), parts, number) for name in names}
             if isinstance(found.get("shape"), tuple):
                 found["shape"] = (self.batch, *found["shape"][1:])
-            return _with(holder, found)
+            apart = self._apart.get(id(holder))
+            return _with(holder, found if apart is None else found | apart[number])
         if isinstance(holder, (tuple, list)):
             return type(holder)(self._part(item, parts, number) for item in holder)
         if isinstance(holder, dict):
@@ -281,11 +303,14 @@ class _Stack:
         return holder
 
 
+def _fields(holder: Any) -> tuple[str, ...] | None:
+    """Names of what a dataclass is made from; None for anything else."""
+    kind: Any = type(holder)
+    return _names(kind) if hasattr(kind, "__dataclass_fields__") else None
+
+
 @functools.lru_cache(maxsize=64)
-def _fields(kind: Any) -> tuple[str, ...] | None:
-    """Names of what a dataclass is made from; None for other classes."""
-    if not dataclasses.is_dataclass(kind):
-        return None
+def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
