@@ -108,3 +108,11 @@ def test_far_pairs_are_an_integer_comparison():
         place = (2 * torch.arange(rows) + 1) * tokens // (2 * rows)
         far = 3 * (place[:, None] - torch.arange(tokens)).abs() >= tokens
         assert torch.equal(far | ~far.any(-1, keepdim=True), far_pairs(rows, tokens))
+
+
+def test_a_batch_row_gets_what_it_would_get_alone():
+    rows = [make(tokens, group=2) for tokens in (90, 90)]
+    rows[1] = tuple(1.5 * tensor for tensor in rows[1])
+    both = kernel.fit_factor(*map(torch.cat, zip(*rows, strict=True)), scale=0.125)
+    alone = torch.cat([kernel.fit_factor(*row, scale=0.125) for row in rows])
+    assert torch.equal(both, alone) and not torch.equal(both[0], both[1])

@@ -69,7 +69,12 @@ class Quantizer(Protocol):
     """One method. Instances are immutable and hold options only; state lives in the chunks.
 
     One that never looks at ``EncodeContext.query_moment`` may say so by an attribute
-    ``reads_queries = False``; the moment is then not kept for its sake.
+    ``reads_queries = False``; the moment is then not kept for its sake. ``reads_previous = False``
+    says the same of the tensors of ``EncodeContext.previous``. ``stackable = True``: batch rows are
+    treated as if each were alone, and the chunk's tensors have the batch first, so that layers may
+    be encoded together as rows of one batch; a chunk (or a part of it) whose format the numbers of
+    all rows have set says so by a true ``format_by_data`` (and what parts of the batch would have
+    alone by ``fields_apart``, where only plain ``fields_by_data`` differ).
     """
 
     def check(self, head_dim: int) -> None:
@@ -82,7 +87,10 @@ class Quantizer(Protocol):
 
 
 class Correction(Protocol):
-    """What is subtracted from cached scores. ``name`` is the word after ``+`` in a recipe."""
+    """What is subtracted from cached scores. ``name`` is the word after ``+`` in a recipe.
+
+    ``reads_queries = False``, ``stackable = True``: of ``fit``, as ``Quantizer`` says them.
+    """
 
     name: str
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from videokv.cache.chunks import sliced
+from videokv.cache.chunks import Job, PackedChunk, sliced
 from videokv.cache.few import attend_all, packed_calls
 from videokv.cache.graphs import outside_graphs
 from videokv.cache.layer import Coding, LayerCache, LayerState
@@ -18,6 +18,7 @@ from videokv.cache.mass import Mass, MassCall, cached_mass, summary
 from videokv.cache.memory import Memory, measured
 from videokv.cache.policy import CachePolicy, is_count
 from videokv.cache.rows import worth_gathering
+from videokv.cache.stacking import groups, packed_together
 from videokv.cache.workspace import Workspace
 from videokv.kernels.reconstruct import Rope
 from videokv.noise import ScoreNoise
@@ -180,10 +181,9 @@ class KVCache:
             layer.check_commit(end_token)
         _refuse_infinite(layers, end_token)
         with self._undone_on_error():
-            for layer in layers:
-                assert layer.state.layout is not None
-                with _full_precision(layer.state.layout.device):
-                    layer.commit(end_token, scale=self._softmax_scale(layer.state.layout.key_dim))
+            for group in groups(layers, end_token, room_bytes=self._workspace.room()):
+                with _full_precision(_device_of(group[0])):
+                    self._commit(group, end_token)
         self._length = end_token
         for layer in layers:
             self._workspace.keep_only(layer.index, {c.ordinal for c in layer.state.chunks})
@@ -462,6 +462,30 @@ class KVCache:
 
     def _softmax_scale(self, head_dim: int) -> float:
         return self._scale or self._seen_scale or head_dim**-0.5
+
+    def _commit(self, group: list[LayerCache], end: int) -> None:
+        """Commit layers that pack the same chunks, together where there are several."""
+        layout = group[0].state.layout
+        assert layout is not None
+        scale = self._softmax_scale(layout.key_dim)
+        commits = [layer.begin_commit(end) for layer in group]
+        for place in commits[0].places:
+            jobs = [layer.job(each, place) for layer, each in zip(group, commits, strict=True)]
+            for each, chunk in zip(commits, self._packed(group, jobs, scale=scale), strict=True):
+                each.chunks[place] = chunk
+        for layer, each in zip(group, commits, strict=True):
+            layer.finish_commit(each)
+
+    def _packed(
+        self, group: list[LayerCache], jobs: list[Job], *, scale: float
+    ) -> list[PackedChunk]:
+        found = packed_together(self._coding, jobs, scale=scale) if len(jobs) > 1 else None
+        if found is None:
+            return [layer.packed(job, scale=scale) for layer, job in zip(group, jobs, strict=True)]
+        self._workspace.note_stack(found.stack_bytes)
+        for layer in group:
+            layer.count_encoded()
+        return found.chunks
 
     def _attend_past(
         self, held: LayerCache, query: Tensor, current: Segment, *, scale: float, causal: bool

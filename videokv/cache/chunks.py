@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from videokv.cache.moment import QueryMoment
 from videokv.protocols import Packed, Segment
 
 SAMPLED_QUERIES = 128
@@ -116,6 +117,19 @@ class PackedChunk:
 
 
 Chunk = DenseChunk | PackedChunk
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A dense chunk of a layer that is to be packed, and what its quantizers may know.
+
+    previous: the packed chunk before it. moment: of the queries before this commit.
+    """
+
+    layer: int
+    chunk: DenseChunk
+    previous: PackedChunk | None
+    moment: QueryMoment | None
 
 
 def decoded(side: Packed | Tensor, dtype: torch.dtype) -> Tensor:

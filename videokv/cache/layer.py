@@ -12,6 +12,7 @@ from torch import Tensor
 from videokv.cache.chunks import (
     Chunk,
     DenseChunk,
+    Job,
     PackedChunk,
     Rows,
     decoded,
@@ -48,6 +49,11 @@ class Coding:
     def dense(self) -> bool:
         """Whether nothing is ever packed."""
         return self.keys is None and self.values is None
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether a quantizer or the correction's fit looks at queries."""
+        return any(map(reads_queries, (self.keys, self.values, self.correction)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +102,20 @@ class LayerState:
     tail: Rows | None = None
     moment: QueryMoment | None = None
     layout: Layout | None = None
+
+
+@dataclass
+class Commit:
+    """A commit under way: the state that it ends in, whose chunks are still being packed.
+
+    chunks: those held and the new ones, in order. places: of those that are to be packed. surplus:
+    ordinals of those that are dropped at the end.
+    """
+
+    end: LayerState
+    chunks: list[Chunk]
+    places: list[int]
+    surplus: set[int]
 
 
 class LayerCache:
@@ -167,7 +187,7 @@ class LayerCache:
             )
         if keys.shape[2] == 0:
             return
-        if self.coding.dense:
+        if not self.coding.reads_queries:
             queries = None
         fresh = Rows(start, keys.detach(), values.detach(), _detached(queries))
         if tail is None or start == length and fresh.end >= tail.end:
@@ -198,11 +218,11 @@ class LayerCache:
         if rows.queries is not None:
             require_finite(rows.queries, what="queries", layer=self.index)
 
-    def commit(self, end: int, *, scale: float) -> None:
-        """Make the tail's rows up to ``end`` final: drop, pack and keep chunks as the policy says.
+    def begin_commit(self, end: int) -> Commit:
+        """Make the tail's rows up to ``end`` final, and say which chunks are packed and dropped.
 
-        Query statistics are updated after packing, so that codes depend on the past alone; none are
-        kept where no quantizer looks at them.
+        The layer changes at ``finish_commit``. Query statistics are updated after packing, so that
+        codes depend on the past alone; none are kept where no quantizer looks at them.
         """
         state, policy = self.state, self.coding.policy
         assert state.tail is not None and state.layout is not None
@@ -215,15 +235,52 @@ class LayerCache:
         if wanted and fresh.queries is not None:
             # Of the state before: packing below still sees the queries of the past alone.
             moment = updated(moment, fresh.queries, kv_heads=state.layout.kv_heads)
-        self.state = replace(
+        after = replace(
             state,
             length=end,
             next_ordinal=state.next_ordinal + len(pieces),
-            chunks=self._aged(chunks, surplus, scale=scale),
             open=waiting,
             tail=rest,
             moment=moment,
         )
+        newest = chunks[-1].ordinal if chunks else 0
+        places = [
+            place
+            for place, chunk in enumerate(chunks)
+            if isinstance(chunk, DenseChunk)
+            and chunk.ordinal not in surplus
+            and self._to_pack(chunk, newest)
+        ]
+        return Commit(after, chunks, places, surplus)
+
+    def job(self, commit: Commit, place: int) -> Job:
+        """What is known for packing the chunk at a place, once those before it are packed."""
+        chunk = commit.chunks[place]
+        assert isinstance(chunk, DenseChunk)
+        before = (c for c in reversed(commit.chunks[:place]) if isinstance(c, PackedChunk))
+        return Job(self.index, chunk, next(before, None), self.state.moment)
+
+    def packed(self, job: Job, *, scale: float) -> PackedChunk:
+        """The chunk of a job in few bits."""
+        chunk, previous = job.chunk, job.previous
+        before = (None, None) if previous is None else (previous.keys, previous.values)
+        keys = self._encoded(chunk.keys, "key", self.coding.keys, before[0])
+        values = self._encoded(chunk.values, "value", self.coding.values, before[1])
+        factors = None
+        if self.coding.correction is not None and not isinstance(keys, Tensor):
+            factors = self.coding.correction.fit(keys, chunk.keys, chunk.queries, scale=scale)
+        return PackedChunk(chunk.ordinal, chunk.start, chunk.tokens, keys, values, factors)
+
+    def count_encoded(self) -> None:
+        """A chunk of this layer was packed with those of others."""
+        self.encode_calls += sum(
+            side is not None for side in (self.coding.keys, self.coding.values)
+        )
+
+    def finish_commit(self, commit: Commit) -> None:
+        """Take the packed chunks, drop the surplus ones."""
+        kept = tuple(chunk for chunk in commit.chunks if chunk.ordinal not in commit.surplus)
+        self.state = replace(commit.end, chunks=kept)
 
     def decoders(self, ranges: Sequence[tuple[int, int]] | None = None) -> Decoders:
         """For each packed chunk, by ordinal: what decodes it, with the noise to correct.
@@ -550,38 +607,12 @@ class LayerCache:
         ]
 
     def _needs_queries(self, ordinal: int) -> bool:
-        """Whether a chunk will be fitted one day: sink chunks never are."""
-        return self.coding.correction is not None and ordinal >= self.coding.policy.sink_chunks
-
-    def _aged(self, chunks: list[Chunk], surplus: set[int], *, scale: float) -> tuple[Chunk, ...]:
-        """The chunks that stay, those packed that are neither sink nor recent any more."""
-        newest = chunks[-1].ordinal if chunks else 0
-        previous: PackedChunk | None = None
-        kept: list[Chunk] = []
-        for chunk in chunks:
-            if isinstance(chunk, PackedChunk):
-                previous = chunk
-            if chunk.ordinal in surplus:
-                continue
-            if isinstance(chunk, DenseChunk) and self._to_pack(chunk, newest):
-                chunk = previous = self._packed(chunk, previous, scale=scale)
-            kept.append(chunk)
-        return tuple(kept)
+        """Whether a chunk will be fitted to queries one day: sink chunks never are."""
+        return reads_queries(self.coding.correction) and ordinal >= self.coding.policy.sink_chunks
 
     def _to_pack(self, chunk: DenseChunk, newest: int) -> bool:
         dense = self.coding.dense or chunk.pinned
         return not dense and not self.coding.policy.stays_dense(chunk.ordinal, newest)
-
-    def _packed(
-        self, chunk: DenseChunk, previous: PackedChunk | None, *, scale: float
-    ) -> PackedChunk:
-        before = (None, None) if previous is None else (previous.keys, previous.values)
-        keys = self._encoded(chunk.keys, "key", self.coding.keys, before[0])
-        values = self._encoded(chunk.values, "value", self.coding.values, before[1])
-        factors = None
-        if self.coding.correction is not None and not isinstance(keys, Tensor):
-            factors = self.coding.correction.fit(keys, chunk.keys, chunk.queries, scale=scale)
-        return PackedChunk(chunk.ordinal, chunk.start, chunk.tokens, keys, values, factors)
 
     def _encoded(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from videokv.protocols import Quantizer
+from videokv.protocols import Correction, Quantizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +30,10 @@ def updated(moment: QueryMoment | None, queries: Tensor, *, kv_heads: int) -> Qu
     return QueryMoment(mean, count)
 
 
-def reads_queries(quantizer: Quantizer | None) -> bool:
-    """Whether a quantizer looks at ``EncodeContext.query_moment``: all but those that say no."""
-    return quantizer is not None and getattr(quantizer, "reads_queries", True)
+def reads_queries(method: Quantizer | Correction | None) -> bool:
+    """Whether a quantizer looks at ``EncodeContext.query_moment`` or the fit of a correction at its
+    queries: all but those that say no."""
+    return method is not None and getattr(method, "reads_queries", True)
 
 
 def _squares(rows: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ class Workspace:
         Otherwise, as long as the packed history of all layers fits when decoded, each chunk is
         decoded once and reused until it is dropped. Where it does not fit, nothing is kept; where
         not even one layer fits, the layer comes in several blocks.
-    peak_bytes: the most that was alive at once, noise weights included. The copies that an
-        attention kernel makes of its inputs are not in it.
+    peak_bytes: the most that was alive at once, noise weights and the copies of layers that are
+        packed together included. What an attention kernel copies of its inputs is not in it.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -89,6 +89,14 @@ class Workspace:
             self._noise_bytes[layer] = noise_bytes
         self._note(layer, sum(segment_bytes(segment) for segment in segments))
 
+    def room(self) -> int | None:
+        """Bytes of the budget that nothing is kept in; None without a budget."""
+        return None if self.budget_bytes is None else max(0, self.budget_bytes - self._others(None))
+
+    def note_stack(self, size_bytes: int) -> None:
+        """Count the copies of several layers' rows that are packed together."""
+        self._note(None, size_bytes)
+
     def keep_only(self, layer: int, ordinals: Collection[int]) -> None:
         """Forget chunks of a layer that were dropped, and the noise that it kept."""
         dropped = [key for key in self.kept if key[0] == layer and key[1] not in ordinals]
@@ -101,7 +109,7 @@ class Workspace:
         self.kept = {}
         self._noise_bytes = {}
 
-    def _others(self, layer: int) -> int:
+    def _others(self, layer: int | None) -> int:
         noise = sum(size for number, size in self._noise_bytes.items() if number != layer)
         return noise + sum(segment_bytes(seg) for key, seg in self.kept.items() if key[0] != layer)
 
@@ -127,7 +135,7 @@ class Workspace:
                 f"{layer}, {chunk_bytes} bytes; give at least that, or None"
             )
 
-    def _note(self, layer: int, size: int) -> None:
+    def _note(self, layer: int | None, size: int) -> None:
         self.peak_bytes = max(self.peak_bytes, self._others(layer) + size)
 
     def _keep(self, layer: int, block: dict[int, Segment], size: int, *, layers: int) -> None:

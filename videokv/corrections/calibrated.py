@@ -29,6 +29,7 @@ class Calibrated:
     """Taylor's terms, all multiplied by one fitted number per KV head and chunk."""
 
     name = "calibrated"
+    stackable = True
 
     def fit(
         self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float

@@ -18,6 +18,8 @@ class Exact:
     """The same steps, marked exact; nothing is fitted or stored."""
 
     name = "exact"
+    reads_queries = False
+    stackable = True
 
     def fit(
         self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float

@@ -24,6 +24,8 @@ class Measured:
     """Taylor's terms, every group multiplied by its measured eta."""
 
     name = "measured"
+    reads_queries = False
+    stackable = True
 
     def fit(
         self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float

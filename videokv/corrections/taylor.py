@@ -15,6 +15,8 @@ class Taylor:
     """The noise of the steps as they are; nothing is fitted or stored."""
 
     name = "taylor"
+    reads_queries = False
+    stackable = True
 
     def fit(
         self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float

@@ -176,6 +176,7 @@ class CentroidResidual:
     symmetric: bool = True
     clustering: Clustering = Clustering()
     reads_queries: ClassVar[bool] = False
+    stackable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("stages", self.stages)

@@ -135,6 +135,8 @@ class FloatQuantizer:
 
     format: FloatFormat
     reads_queries: ClassVar[bool] = False
+    reads_previous: ClassVar[bool] = False
+    stackable: ClassVar[bool] = True
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError where groups do not divide the head."""

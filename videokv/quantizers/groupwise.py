@@ -46,6 +46,12 @@ class GroupedChunk:
     head_dim: int
 
     @property
+    def format_by_data(self) -> bool:
+        """Whether the numbers asked for a normaliser or for wider zero points."""
+        wide = self.zeros is not None and self.zeros.dtype != self.format.zero_dtype
+        return wide or self.normaliser is not None
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, T, D)."""
         batch, heads, tokens, _ = self.packed.shape
@@ -95,6 +101,8 @@ class Groupwise:
 
     format: GroupFormat
     reads_queries: ClassVar[bool] = False
+    reads_previous: ClassVar[bool] = False
+    stackable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.format.symmetric and self.format.zero_point != "offset":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -145,6 +145,7 @@ class QueryAware:
     candidates: int = 4
     metric: Metric = "diagonal"
     clustering: Clustering = Clustering()
+    stackable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("candidates", self.candidates)
@@ -241,7 +242,8 @@ def _seen_error(residual: Tensor, *, lens: Tensor, group_size: int) -> Tensor:
 def _channel_weights(moment: Tensor) -> Tensor:
     """Eq. 8: mean squared query of each channel over the mean of all, ``[B, H, D]`` float32."""
     diagonal = moment.float().diagonal(dim1=-2, dim2=-1).clamp(min=0)
-    mean = diagonal.mean(-1, keepdim=True)
+    # In float64, so that it does not follow the number of rows that a GPU adds up at once.
+    mean = diagonal.mean(-1, keepdim=True, dtype=torch.float64).float()
     return torch.where(mean > 0, diagonal / mean, 1.0)
 
 

@@ -86,6 +86,16 @@ class Rotated:
         """Whether ``inner`` looks at past queries (so does a quantizer that does not say)."""
         return getattr(self.inner, "reads_queries", True)
 
+    @property
+    def reads_previous(self) -> bool:
+        """Whether ``inner`` looks at the chunk before."""
+        return getattr(self.inner, "reads_previous", True)
+
+    @property
+    def stackable(self) -> bool:
+        """Whether ``inner`` treats batch rows by themselves."""
+        return getattr(self.inner, "stackable", False)
+
     def check(self, head_dim: int) -> None:
         """Raise ValueError where the inner quantizer does; rotations exist for any head size."""
         self.inner.check(head_dim)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,29 @@ class Repair:
     scales: Tensor
     places: Tensor | None
     complete: bool
+    fields_by_data: ClassVar[tuple[str, ...]] = ("complete",)
+
+    @property
+    def format_by_data(self) -> bool:
+        """Whether the layout follows from which rows were worth repairing."""
+        return not self.complete
+
+    def fields_apart(self, count: int) -> list[dict[str, object]] | None:
+        """What ``count`` equal parts of the batch would have alone in ``fields_by_data``.
+
+        None where one of them would not hold all rows, as here. Synchronises once.
+        """
+        if self.places is not None:
+            return None
+        kept = (self.scales > 0).unflatten(0, (count, -1)).flatten(1, 2)  # [count, B H, T, 1]
+        rows = kept.sum((2, 3))
+        tokens, rank = self.codes.shape[2:]
+        found: list[dict[str, object]] = []
+        for total, longest in torch.stack([rows.sum(1), rows.amax(1)], 1).tolist():
+            if total == 0 or _worth_places(longest, tokens=tokens, rank=rank):
+                return None
+            found.append({"complete": total == rows.shape[1] * tokens})
+        return found
 
     def coefficients(self, tokens: int) -> Tensor:
         """C as stored, float32 ``[B, H, T, r]``."""
@@ -157,6 +181,11 @@ class Subspace:
         check_count("basis_chunks", self.basis_chunks)
 
     @property
+    def stackable(self) -> bool:
+        """Whether ``inner`` treats batch rows by themselves."""
+        return getattr(self.inner, "stackable", False)
+
+    @property
     def period(self) -> int:
         """Chunks after which what they share begins anew."""
         return self.basis_chunks
@@ -255,9 +284,7 @@ def fit_repair(keys: Tensor, decoded: Tensor, basis: Tensor, moment: Tensor) -> 
 def _sparse_if_smaller(dense: Repair, kept: Tensor, longest: int) -> Repair:
     """Rows of repaired tokens only, where they and their indices take fewer bytes."""
     tokens, rank = dense.codes.shape[2:]
-    place_type = torch.int16 if tokens <= PLACE_LIMIT else torch.int32
-    row_bytes = rank + 2
-    if longest * (row_bytes + place_type.itemsize) >= tokens * row_bytes:
+    if not _worth_places(longest, tokens=tokens, rank=rank):
         return dense
     # Kept tokens first, in their order; a head with fewer is filled up with rows of scale 0.
     places = torch.sort(kept.byte(), dim=-1, descending=True, stable=True).indices[..., :longest]
@@ -266,6 +293,16 @@ def _sparse_if_smaller(dense: Repair, kept: Tensor, longest: int) -> Repair:
         basis=dense.basis,
         codes=dense.codes.gather(2, rows.expand(-1, -1, -1, rank)),
         scales=dense.scales.gather(2, rows),
-        places=places.to(place_type),
+        places=places.to(_place_type(tokens)),
         complete=False,
     )
+
+
+def _place_type(tokens: int) -> torch.dtype:
+    return torch.int16 if tokens <= PLACE_LIMIT else torch.int32
+
+
+def _worth_places(longest: int, *, tokens: int, rank: int) -> bool:
+    """Whether ``longest`` rows of a head with their places take fewer bytes than all rows."""
+    row_bytes = rank + 2
+    return longest * (row_bytes + _place_type(tokens).itemsize) < tokens * row_bytes

@@ -130,6 +130,8 @@ class Unbiased:
     label_bits: int = 2
     iterations: int = 3
     reads_queries: ClassVar[bool] = False
+    reads_previous: ClassVar[bool] = False
+    stackable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in GAUSSIAN_STEP:

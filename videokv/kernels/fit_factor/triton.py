@@ -52,7 +52,8 @@ def fit_factor(
     sampled = queries.shape[2]
     rows, lines = queries.shape[1] // heads * sampled, batch * heads
     blocks = triton.cdiv(rows, BLOCK_ROWS)
-    spans = min(MOST_SPANS, triton.cdiv(tokens, BLOCK_TOKENS), max(1, PROGRAMS // (lines * blocks)))
+    # Whatever the batch: a row's sums are added in the order in which they would be alone.
+    spans = min(MOST_SPANS, triton.cdiv(tokens, BLOCK_TOKENS), max(1, PROGRAMS // (heads * blocks)))
     span = triton.cdiv(triton.cdiv(tokens, spans), BLOCK_TOKENS) * BLOCK_TOKENS
     spans = triton.cdiv(tokens, span)
     # Of every pass: the interval, and what rows found (true log-sum-exps: pass 0 alone).

@@ -1,0 +1,398 @@
+"""Layers of one shape are packed together, as batch rows of one tensor.
+
+On a GPU a commit waits for the host, which starts the same few dozen kernels for every layer.
+Quantizers that treat every batch row and head as if it were alone give the same codes, steps and
+factors when the rows of several layers are stacked along the batch; the results are split again
+into tensors that own their storage, so that each layer frees what it drops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from videokv.cache.chunks import SAMPLED_QUERIES, DenseChunk, Job, PackedChunk
+from videokv.cache.layer import Coding, LayerCache
+from videokv.cache.moment import reads_queries
+from videokv.protocols import EncodeContext, Packed, Quantizer, Role
+from videokv.tensors import held_bytes, walk_tensors
+
+STACKED_ON = ("cuda",)  # device types where starting kernels costs more than copying rows
+MOST_HEADS = 65535  # batch rows times heads that a kernel's grid takes
+
+T = TypeVar("T")
+
+
+class _Unlike(Exception):
+    """Tensors or fields differ between layers, or do not have the batch first."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """chunks: one a layer. stack_bytes: of the stacked copies that were alive at once."""
+
+    chunks: list[PackedChunk]
+    stack_bytes: int
+
+
+def groups(
+    layers: Sequence[LayerCache], end: int, *, room_bytes: int | None
+) -> Iterator[list[LayerCache]]:
+    """Consecutive layers that pack chunks of the same kinds when rows up to ``end`` are committed.
+
+    A group's copies take at most what a layer's last read took (its visible tokens in the model's
+    dtype), and at most ``room_bytes``.
+    """
+    group: list[LayerCache] = []
+    kind: Hashable = None
+    most = 1
+    for layer in layers:
+        if group and len(group) < most and _kind(layer) == kind:
+            group.append(layer)
+            continue
+        if group:
+            yield group
+        group, most = [layer], _most(layer, end, room_bytes)
+        kind = _kind(layer) if most > 1 else None
+    if group:
+        yield group
+
+
+def packed_together(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked | None:
+    """The chunks that packing each job alone would give; None where that has to be done: parts of
+    the jobs differ, the format depends on the numbers, or something is refused (alone, the error
+    names its layer)."""
+    try:
+        return _packed(coding, jobs, scale=scale)
+    except (_Unlike, ValueError, torch.OutOfMemoryError):
+        return None
+
+
+def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked:
+    chunks = [job.chunk for job in jobs]
+    stack = _Stack(len(jobs), chunks[0].keys.shape[0])
+    keys: Packed | None = None
+    factors: Tensor | None = None
+    if coding.keys is not None:
+        rows = stack.rows([chunk.keys for chunk in chunks])
+        keys = _encoded(coding.keys, coding.seed, "key", rows, jobs, stack)
+        if coding.correction is not None and stack.even:
+            wanted = reads_queries(coding.correction)
+            queries = stack.joined([c.queries for c in chunks]) if wanted else None
+            factors = coding.correction.fit(keys, rows, queries, scale=scale)
+        del rows
+    values: Packed | None = None
+    if coding.values is not None:
+        rows = stack.rows([chunk.values for chunk in chunks])
+        values = _encoded(coding.values, coding.seed, "value", rows, jobs, stack)
+    done = []
+    even = stack.even
+    for chunk, own in zip(chunks, stack.split((keys, values, factors)), strict=True):
+        if coding.correction is not None and own[0] is not None and not even:
+            fit = coding.correction.fit(own[0], chunk.keys, chunk.queries, scale=scale)
+            own = (*own[:2], fit)
+        done.append(_chunk(chunk, *own))
+    return Stacked(done, stack.peak_bytes)
+
+
+def _chunk(
+    dense: DenseChunk, keys: Packed | None, values: Packed | None, factors: Tensor | None
+) -> PackedChunk:
+    return PackedChunk(
+        dense.ordinal,
+        dense.start,
+        dense.tokens,
+        dense.keys if keys is None else keys,
+        dense.values if values is None else values,
+        factors,
+    )
+
+
+def _encoded(
+    quantizer: Quantizer,
+    seed: int,
+    role: Role,
+    rows: Tensor,
+    jobs: Sequence[Job],
+    stack: _Stack,
+) -> Packed:
+    """One side of all jobs."""
+    before = [_before(job, role) for job in jobs]
+    if any(not hasattr(part, "fields_apart") for part in _set_by_data(before)):
+        raise _Unlike  # so would this chunk, most likely
+    # Nobody looks at the tensors of the chunk before: it only has to be of the same kind.
+    looks = getattr(quantizer, "reads_previous", True)
+    previous = stack.joined(before) if looks else stack.alike(before)
+    moment = None
+    if jobs[0].moment is not None and reads_queries(quantizer):
+        moment = stack.joined([None if job.moment is None else job.moment.mean for job in jobs])
+    packed = quantizer.encode(
+        rows,
+        EncodeContext(
+            layer=jobs[0].layer,
+            role=role,
+            seed=seed,
+            query_moment=moment,
+            query_count=0 if jobs[0].moment is None else jobs[0].moment.count,
+            previous=previous,
+        ),
+    )
+    stack.set_apart(packed)
+    return packed
+
+
+def _before(job: Job, role: Role) -> Packed | None:
+    if job.previous is None:
+        return None
+    side = job.previous.keys if role == "key" else job.previous.values
+    return None if isinstance(side, Tensor) else side
+
+
+def _set_by_data(holder: Any) -> Iterator[Any]:
+    """A chunk and its parts, those whose format other layers' numbers may have set."""
+    if getattr(holder, "format_by_data", False):
+        yield holder
+    names = _fields(holder)
+    parts = holder if isinstance(holder, (tuple, list)) else ()
+    for part in parts if names is None else [getattr(holder, name) for name in names]:
+        yield from _set_by_data(part)
+
+
+class _Stack:
+    """Joins what ``count`` layers of ``batch`` rows hold, and splits what was made of it."""
+
+    def __init__(self, count: int, batch: int) -> None:
+        self.count = count
+        self.batch = batch
+        self._joined_bytes = self._rows_bytes = 0
+        self._whole: dict[tuple[int, ...], Tensor] = {}
+        self._parts: dict[int, list[Tensor]] = {}
+        self._apart: dict[int, list[dict[str, Any]]] = {}
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of everything joined, and of the largest rows, which are let go one after another."""
+        return self._joined_bytes + self._rows_bytes
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The rows of all, of which nothing is kept here."""
+        self._check(tensors)
+        whole = _cat(tensors)
+        self._rows_bytes = max(self._rows_bytes, whole.nbytes)
+        return whole
+
+    @property
+    def even(self) -> bool:
+        """Whether each layer has the plain fields that all have together."""
+        return all(fields.count(fields[0]) == len(fields) for fields in self._apart.values())
+
+    def set_apart(self, packed: Packed) -> None:
+        """Look up the plain fields that each layer would have alone, of what was packed here."""
+        for part in _set_by_data(packed):
+            fields = part.fields_apart(self.count) if hasattr(part, "fields_apart") else None
+            if fields is None:
+                raise _Unlike
+            self._apart[id(part)] = fields
+
+    def joined(self, holders: Sequence[T]) -> T:
+        """One holder (dataclasses, tuples, tensors) with the rows of all, layer by layer."""
+        return self._visit(holders, copy=True)
+
+    def alike(self, holders: Sequence[T]) -> T:
+        """The first, where the others differ in nothing but the numbers in their tensors."""
+        self._visit(holders, copy=False)
+        return holders[0]
+
+    def split(self, holder: T) -> list[T]:
+        """Each layer's rows in storages of its own; what was joined comes apart as it came, so
+        that chunks go on sharing tensors."""
+        parts = dict(self._parts)
+        new = {id(t): t for t in walk_tensors(holder) if id(t) not in parts}
+        parts |= self._copied(new.values())
+        return [self._part(holder, parts, number) for number in range(self.count)]
+
+    def _visit(self, holders: Sequence[Any], *, copy: bool) -> Any:
+        first = holders[0]
+        if any(type(other) is not type(first) for other in holders):
+            raise _Unlike
+        if isinstance(first, Tensor):
+            return self._tensors(holders, copy=copy)
+        names = _fields(first)
+        if names is not None:
+            free = getattr(first, "fields_by_data", ())
+            found = {n: self._field(n, holders, copy=copy) for n in names if n not in free}
+            return _with(first, found)
+        if isinstance(first, (tuple, list)):
+            if any(len(other) != len(first) for other in holders):
+                raise _Unlike
+            return type(first)(
+                self._visit(items, copy=copy) for items in zip(*holders, strict=True)
+            )
+        if isinstance(first, dict):
+            if any(other.keys() != first.keys() for other in holders):
+                raise _Unlike
+            return {k: self._visit([held[k] for held in holders], copy=copy) for k in first}
+        if any(other is not first and other != first for other in holders):
+            raise _Unlike
+        return first
+
+    def _field(self, name: str, holders: Sequence[Any], *, copy: bool) -> Any:
+        found = self._visit([getattr(holder, name) for holder in holders], copy=copy)
+        if copy and name == "shape" and isinstance(found, tuple) and found[0] == self.batch:
+            return (self.count * self.batch, *found[1:])
+        return found
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        first = tensors[0]
+        if first.ndim == 0 or first.shape[0] != self.batch:
+            raise _Unlike
+        if any((t.shape, t.dtype, t.device) != (first.shape, first.dtype, first.device)
+               for t in tensors):  # fmt: skip
+            raise _Unlike
+
+    def _tensors(self, tensors: Sequence[Tensor], *, copy: bool) -> Tensor:
+        self._check(tensors)
+        if not copy:
+            return tensors[0]
+        key = tuple(id(tensor) for tensor in tensors)
+        if key not in self._whole:
+            whole = _cat(tensors)
+            self._joined_bytes += whole.nbytes
+            self._whole[key] = whole  # which stays alive, and so do the numbers by which it goes
+            self._parts[id(whole)] = list(tensors)
+        return self._whole[key]
+
+    def _copied(self, tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+        """Copies by layer of tensors with the rows of all; one launch for many tensors."""
+        found: dict[int, list[Tensor]] = {}
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.ndim == 0 or tensor.shape[0] != self.count * self.batch:
+                raise _Unlike
+            whole = tensor.contiguous()
+            shape = (self.batch, *whole.shape[1:])
+            found[id(tensor)] = own = [whole.new_empty(shape) for _ in range(self.count)]
+            if whole.numel():
+                targets += [_bytes(part) for part in own]
+                sources += _bytes(whole).chunk(self.count)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return found
+
+    def _part(self, holder: Any, parts: dict[int, list[Tensor]], number: int) -> Any:
+        if isinstance(holder, Tensor):
+            return parts[id(holder)][number]
+        names = _fields(holder)
+        if names is not None:
+            found = {name: self._part(getattr(holder, name), parts, number) for name in names}
+            if isinstance(found.get("shape"), tuple):
+                found["shape"] = (self.batch, *found["shape"][1:])
+            apart = self._apart.get(id(holder))
+            return _with(holder, found if apart is None else found | apart[number])
+        if isinstance(holder, (tuple, list)):
+            return type(holder)(self._part(item, parts, number) for item in holder)
+        if isinstance(holder, dict):
+            return {key: self._part(item, parts, number) for key, item in holder.items()}
+        return holder
+
+
+def _fields(holder: Any) -> tuple[str, ...] | None:
+    """Names of what a dataclass is made from; None for anything else."""
+    kind: Any = type(holder)
+    return _names(kind) if hasattr(kind, "__dataclass_fields__") else None
+
+
+@functools.lru_cache(maxsize=64)
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
+
+
+def _with(holder: Any, fields: dict[str, Any]) -> Any:
+    """The holder with other fields; itself where none is another object."""
+    changed = {name: item for name, item in fields.items() if item is not getattr(holder, name)}
+    return dataclasses.replace(holder, **changed) if changed else holder
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other along the batch; one-byte floats go through their bytes."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
+    return torch.cat(list(tensors))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a row of bytes, so that all dtypes are copied in one launch."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _kind(layer: LayerCache) -> Hashable:
+    """Layers for which it is equal pack the same chunks, of the same shapes, at a commit."""
+    state = layer.state
+    layout, tail, waiting = state.layout, state.tail, state.open
+    rows = [
+        None if part is None else (part.start, part.tokens, _shape(part.queries))
+        for part in (tail, waiting)
+    ]
+    chunks = tuple(
+        (type(chunk), chunk.ordinal, chunk.start, chunk.tokens, _dense_facts(chunk))
+        for chunk in state.chunks
+    )
+    moment = None if state.moment is None else state.moment.count
+    looks = None if layout is None else tuple(vars(layout).values())
+    return (looks, state.length, state.next_ordinal, tuple(rows), chunks, moment)
+
+
+def _dense_facts(chunk: DenseChunk | PackedChunk) -> Hashable:
+    return (chunk.pinned, _shape(chunk.queries)) if isinstance(chunk, DenseChunk) else None
+
+
+def _shape(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def _most(layer: LayerCache, end: int, room_bytes: int | None) -> int:
+    """How many layers like this one may be packed together, at least 1."""
+    coding, state = layer.coding, layer.state
+    layout = state.layout
+    if layout is None or layout.device.type not in STACKED_ON or not _stackable(coding):
+        return 1
+    fresh = end - state.length
+    read_bytes = layout.token_bytes() * (layer.visible_tokens + fresh)
+    room = read_bytes if room_bytes is None else min(read_bytes, room_bytes)
+    heads = MOST_HEADS // (layout.batch * layout.kv_heads)
+    return max(1, min(room // max(1, _stack_bytes(layer, fresh)), heads))
+
+
+def _stack_bytes(layer: LayerCache, fresh: int) -> int:
+    """At most what a layer adds to the copies of its group: rows, queries, moment and the chunk
+    before."""
+    coding, state = layer.coding, layer.state
+    assert state.layout is not None and state.tail is not None
+    waiting = [c.tokens for c in state.chunks if isinstance(c, DenseChunk) and not c.pinned]
+    tokens = max([coding.policy.chunk_tokens or fresh, *waiting])
+    size_bytes = tokens * state.layout.token_bytes()
+    if state.tail.queries is not None and reads_queries(coding.correction):
+        size_bytes += state.tail.queries[:, :, :SAMPLED_QUERIES].nbytes
+    if state.moment is not None:
+        size_bytes += state.moment.mean.nbytes
+    before = [c for c in state.chunks if isinstance(c, PackedChunk)][-1:]
+    for chunk in before:
+        for quantizer, side in ((coding.keys, chunk.keys), (coding.values, chunk.values)):
+            if quantizer is not None and getattr(quantizer, "reads_previous", True):
+                size_bytes += held_bytes(side)
+    return size_bytes
+
+
+def _stackable(coding: Coding) -> bool:
+    methods = (coding.keys, coding.values, coding.correction)
+    return not coding.dense and all(
+        method is None or getattr(method, "stackable", False) for method in methods
+    )
