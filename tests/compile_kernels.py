@@ -195,8 +195,8 @@ def _cases() -> dict:
             columns.place_key_columns,
             torch.empty(1, 2, 67, 16, dtype=bf16),
             Placement.of(
-                torch.ones(1, 2, 60, 4, dtype=bf16),
-                (Part(60, 0, ((2, 0, 4),)), Part(5)),
+                [torch.ones(1, 2, 60, 4, dtype=bf16), None],
+                (Part(60, ((2, 0, 4),)), Part(5)),
                 columns=6,
             ),
         ),

@@ -99,9 +99,17 @@ def test_they_are_dropped_with_the_rows(name, change):
     old = assert_kept_is_fresh(cache)
     cache.write(0, cache.length, *current()[1:], current()[0])
     assert cache._layers[0].noise_bytes > 0, "rows that are not committed are not in it"
+    layer = cache._layers[0]
+    columns = {id(c): weakref.ref(c) for c in layer._columns.values()}
     CHANGES[change](cache)
     gc.collect()
-    assert old() is None and cache._layers[0].noise_bytes == 0
+    assert old() is None and layer._kept_noise is None
+    alive = {number for number, ref in columns.items() if ref() is not None}
+    assert alive == {id(c) for c in layer._columns.values()}
+    assert len(alive) == sum(chunk in layer._columns for chunk in layer.state.chunks)
+    if change in ("select_batch", "to"):
+        assert not alive
+    assert layer.noise_bytes == sum(c.nbytes for c in layer._columns.values())
     batch = 3 if change == "select_batch" else 2
     assert_kept_is_fresh(cache, batch=batch)
 
@@ -200,7 +208,7 @@ def test_nothing_is_made_during_a_capture(monkeypatch):
     plain, kept = kept_segments(budget_maps=2)
     history = kept[1].noise[0].history
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(type(history.weights), "is_cuda", True, raising=False)
+    monkeypatch.setattr(type(history), "is_cuda", True)
     assert history.calls(budget=32) is None
 
 

@@ -27,7 +27,7 @@ from videokv.cache.workspace import Decoders
 from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
 from videokv.kernels.reconstruct import Rope, decode_into
 from videokv.kernels.reconstruct.decoding import Decoding
-from videokv.kernels.score_columns import keep_noise
+from videokv.kernels.score_columns import ChunkColumns, chunk_columns, history_from
 from videokv.kernels.score_columns.history import History
 from videokv.noise import ScoreNoise
 from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
@@ -111,6 +111,7 @@ class LayerCache:
         self._state = LayerState()
         self._decoding: Decoding | None = None
         self._kept_noise: tuple[History | None, list[tuple[ScoreNoise, ...]]] | None = None
+        self._columns: WeakKeyDictionary[PackedChunk, ChunkColumns] = WeakKeyDictionary()
         self.encode_calls = 0
         self.decode_calls = 0
         self._peak_of: WeakKeyDictionary[Chunk | Rows, Tensor] = WeakKeyDictionary()
@@ -131,9 +132,11 @@ class LayerCache:
 
     @property
     def noise_bytes(self) -> int:
-        """Bytes of the noise that is kept until the next commit (see ``gathered``)."""
+        """Bytes of the noise that is kept between reads (see ``gathered``)."""
         history = None if self._kept_noise is None else self._kept_noise[0]
-        return 0 if history is None else history.nbytes
+        if history is not None:
+            return history.nbytes
+        return sum(columns.nbytes for columns in self._columns.values())
 
     @property
     def written_end(self) -> int:
@@ -323,8 +326,8 @@ class LayerCache:
     def gathered(self, current: Segment, *, keep: bool = False) -> list[Segment]:
         """Everything committed and the current rows, one after the other in one buffer.
 
-        keep: the noise is that of ``keep_noise``, made at the first read after a commit and
-        dropped when the committed rows change.
+        keep: the noise is that of a ``History``, made at the first read after the committed rows
+        changed from columns that are made once for each chunk.
         """
         spare = 0 if self.coding.correction is None else SPARE_CHANNELS
         tokens = self.visible_tokens + current.keys.shape[2]
@@ -391,14 +394,33 @@ class LayerCache:
         if self.coding.correction is None or layout is None:
             return [()] * len(visible)
         if self._kept_noise is None:
-            capturing = layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            rows = [(part.tokens - gone, self._noise(part, gone)) for part, gone in visible]
-            if capturing:  # the graph's own memory must not be kept
-                return [noise for _, noise in rows]
-            shape = (layout.batch, layout.kv_heads, layout.key_dim)
-            self._kept_noise = keep_noise(rows, shape=shape, dtype=layout.dtype) or (None, [])
+            if layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # the graph's own memory must not be kept
+                return [self._noise(part, gone) for part, gone in visible]
+            self._kept_noise = self._history(visible, layout) or (None, [])
         history, kept = self._kept_noise
         return None if history is None else kept
+
+    def _history(
+        self, visible: Sequence[tuple[Chunk | Rows, int]], layout: Layout
+    ) -> tuple[History, list[tuple[ScoreNoise, ...]]] | None:
+        """Of all visible parts; None where there is no noise, or some that cannot be kept."""
+        shape = (layout.batch, layout.kv_heads, layout.key_dim)
+        rows = []
+        for part, gone in visible:
+            columns: ChunkColumns | None = ChunkColumns()
+            if isinstance(part, PackedChunk) and not isinstance(part.keys, Tensor):
+                columns = self._columns.get(part)
+                if columns is None:
+                    columns = chunk_columns(
+                        self._noise(part, 0), tokens=part.tokens, shape=shape, dtype=layout.dtype
+                    )
+                    if columns is None:
+                        self._columns.clear()
+                        return None
+                    self._columns[part] = columns
+            rows.append((part.tokens - gone, columns.after(gone)))
+        return history_from(rows, shape=shape)
 
     def _value_peak(self) -> Tensor:
         """The largest magnitudes ``[B, Hkv]`` of all committed values."""

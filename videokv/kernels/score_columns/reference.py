@@ -40,9 +40,8 @@ def place_key_columns(out: Tensor, placement: Placement) -> None:
     """See the package."""
     out.zero_()
     row = 0
-    for part in placement.parts:
-        source = placement.weights[:, :, part.first : part.first + part.tokens]
-        for first, origin, count in part.blocks:
+    for part, source in zip(placement.parts, placement.weights, strict=True):
+        for first, origin, count in part.blocks if source is not None else ():
             rows = out[:, :, row : row + part.tokens, first : first + count]
             rows.copy_(source[..., origin : origin + count])
         row += part.tokens
