@@ -2,7 +2,7 @@
 
 What a launch reads of the chunks lies in a table on the device (``plan.Batch``). It depends on the
 chunks alone, so that a read after the first copies nothing from the host: keep a ``Decoding`` as
-long as the chunks stay. A CUDA graph that was captured with it follows the table's addresses: it
+long as the chunks stay. What was found out about a chunk serves the next one too. A CUDA graph that was captured with it follows the table's addresses: it
 must not be replayed once the chunks are gone.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -86,29 +87,43 @@ class Decoding:
         return ready
 
     def _grouped(self, outputs: Sequence[Tensor], kinds: Sequence[tuple]) -> _Ready:
-        from videokv.kernels.reconstruct import triton
-        from videokv.kernels.reconstruct.plan import Batch, Job
+        from videokv.kernels.reconstruct import plan as plans
 
         device, together = outputs[0].device, kinds[KEYS] == kinds[VALUES]
-        groups: dict[Hashable, list[tuple[Source, Job, Any]]] = {}
+        groups: dict[Hashable, list[tuple[plans.Job, plans.Plan]]] = {}
         rest: list[Source] = []
         for source in self.sources:
-            dtype = outputs[source.side].dtype
             parts = package.inner_parts(source.chunk)
-            if parts is None or _refusal(parts, dtype, device) is not None:
+            plan = None if parts is None else _plan(parts, outputs[source.side].dtype, device)
+            if parts is None or plan is None:
                 rest.append(source)
                 continue
-            plan = triton.planned(parts, dtype, device)
             side = -1 if together else source.side  # of a batch that writes to both
-            key = (side, parts.shape[:2], plan.key())
-            job = Job(parts, source.side, source.row)
-            groups.setdefault(key, []).append((source, job, plan))
-        batches: list[tuple[Any, int]] = []
+            key = (side, plan.kind, *parts.codes.shape[:2])
+            groups.setdefault(key, []).append((plans.Job(parts, source.side, source.row), plan))
+        sides, jobs = [], []
         for (side, *_), members in groups.items():  # type: ignore[misc]
             for first in range(0, len(members), _LARGEST_GRID):
-                _, jobs, plans = zip(*members[first : first + _LARGEST_GRID], strict=True)
-                batches.append((Batch(jobs, plans, device), side))
-        return _Ready(batches, rest)
+                sides.append(side)
+                jobs.append(tuple(zip(*members[first : first + _LARGEST_GRID], strict=True)))
+        made = plans.batches(jobs, device) if jobs else []
+        return _Ready(list(zip(made, sides, strict=True)), rest)
+
+
+# Plans for many chunks, kept as long as their parts. They may hold what only a kernel needs.
+_plans: WeakKeyDictionary[Parts, dict[torch.dtype, Any]] = WeakKeyDictionary()
+
+
+def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> Any:
+    """``plan.Plan`` of a chunk, None where chunks of its format are decoded one by one."""
+    kept = _plans.get(parts)
+    plan = None if kept is None else kept.get(dtype)
+    if plan is None and _refusal(parts, dtype, device) is None:
+        from videokv.kernels.reconstruct import triton
+
+        plan = triton.planned(parts, dtype, device)
+        _plans.setdefault(parts, {})[dtype] = plan
+    return plan
 
 
 def _outputs(outputs: tuple[Tensor, Tensor], side: int) -> tuple[Tensor, Tensor]:
@@ -131,20 +146,21 @@ def _refusal(parts: Parts, dtype: torch.dtype, device: torch.device) -> str | No
 def _self_check(parts: Parts, dtype: torch.dtype) -> str | None:
     """A corner of the chunk twice in a batch, into rows of two buffers."""
     from videokv.kernels.reconstruct import triton
-    from videokv.kernels.reconstruct.plan import Batch, Job
+    from videokv.kernels.reconstruct.plan import Job, batches
 
     small = parts.corner(package.SMALL)
-    batch, heads, tokens, size = small.shape
+    rows, heads, tokens, size = small.shape
     device = small.codes.device
     want = torch.empty(small.shape, device=device, dtype=dtype)
     reference.reconstruct(small, want, factor=None)
     outputs = [
-        torch.full((batch, heads, tokens + 1, size), torch.nan, device=device).to(dtype)
+        torch.full((rows, heads, tokens + 1, size), torch.nan, device=device).to(dtype)
         for _ in (KEYS, VALUES)
     ]
     plan = triton.planned(small, dtype, device)
     jobs = [Job(small, side, side) for side in (KEYS, VALUES)]
-    Batch(jobs, [plan, plan], device).launch(outputs[KEYS], outputs[VALUES], None)
+    (batch,) = batches([(jobs, [plan, plan])], device)
+    batch.launch(outputs[KEYS], outputs[VALUES], None)
     got = torch.stack([out[:, :, side : side + tokens] for side, out in enumerate(outputs)])
     return disagreement(
         got.float(), want.float().expand(got.shape), tolerance=package.TOLERANCE[dtype]
