@@ -21,7 +21,7 @@ from videokv.cache.chunks import (
 from videokv.cache.moment import QueryMoment, reads_queries, updated
 from videokv.cache.narrow import NarrowBuffer, peak
 from videokv.cache.policy import CachePolicy
-from videokv.cache.rows import SPARE_CHANNELS, RowBuffer
+from videokv.cache.rows import SPARE_CHANNELS, Held, Past, RowBuffer
 from videokv.cache.select import selected
 from videokv.cache.workspace import Decoders
 from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
@@ -111,6 +111,8 @@ class LayerCache:
         self._state = LayerState()
         self._decoding: Decoding | None = None
         self._kept_noise: tuple[History | None, list[tuple[ScoreNoise, ...]]] | None = None
+        self._kept_past: Past | None = None
+        self._visible_tokens: int | None = None
         self._columns: WeakKeyDictionary[PackedChunk, ChunkColumns] = WeakKeyDictionary()
         self.encode_calls = 0
         self.decode_calls = 0
@@ -125,9 +127,10 @@ class LayerCache:
     def state(self, state: LayerState) -> None:
         old = self._state
         if state.chunks is not old.chunks:
-            self._decoding = self._kept_noise = None
-        if state.open is not old.open or state.first != old.first:
-            self._kept_noise = None
+            self._decoding = None
+        changed = state.chunks is not old.chunks or state.open is not old.open
+        if changed or state.first != old.first:
+            self._kept_noise = self._kept_past = self._visible_tokens = None
         self._state = state
 
     @property
@@ -147,9 +150,12 @@ class LayerCache:
     @property
     def visible_tokens(self) -> int:
         """Committed tokens that are still held and not forgotten."""
-        state = self.state
-        held = state.chunks if state.open is None else (*state.chunks, state.open)
-        return sum(max(0, part.end - max(part.start, state.first)) for part in held)
+        if self._visible_tokens is None:
+            state = self.state
+            held = state.chunks if state.open is None else (*state.chunks, state.open)
+            counts = (part.end - max(part.start, state.first) for part in held)
+            self._visible_tokens = sum(max(0, count) for count in counts)
+        return self._visible_tokens
 
     def write(self, start: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Copy rows of tokens ``start...`` into the tail, over what was written there before.
@@ -330,16 +336,14 @@ class LayerCache:
         changed from columns that are made once for each chunk.
         """
         spare = 0 if self.coding.correction is None else SPARE_CHANNELS
-        tokens = self.visible_tokens + current.keys.shape[2]
-        rows = RowBuffer(current, tokens=tokens, spare=spare)
-        held = [*self._sources(keep=keep), (current.keys, current.values, ())]
-        found, self._decoding = rows.fill(held, self._decoding)
-        return [*self._marked(found[:-1]), found[-1]]
+        rows = RowBuffer(self._past(keep=keep), current, spare=spare)
+        found, self._decoding = rows.fill(self._decoding)
+        return found
 
     def gathered_narrow(self, current: Segment, *, keep: bool = False) -> list[Segment]:
         """Everything committed in one buffer, values in E4M3, and the current rows as they are."""
-        rows = NarrowBuffer(current, tokens=self.visible_tokens, peak=self._value_peak())
-        found, self._decoding = rows.fill([*self._sources(keep=keep)], self._decoding)
+        rows = NarrowBuffer(self._past(keep=keep), current, peak=self._value_peak())
+        found, self._decoding = rows.fill(self._decoding)
         return [*found, current]
 
     def _visible(self) -> list[tuple[Chunk | Rows, int]]:
@@ -349,31 +353,45 @@ class LayerCache:
         held = held if state.open is None else (*held, state.open)
         return [(p, max(0, state.first - p.start)) for p in held if p.end > state.first]
 
-    def _marked(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Segments of all that is visible, those marked whose rows were packed."""
-        return [
-            replace(segment, packed=True) if isinstance(part, PackedChunk) else segment
-            for segment, (part, _) in zip(segments, self._visible(), strict=True)
-        ]
+    def _past(self, *, keep: bool) -> Past:
+        """All committed rows that may be read; kept while they are, where their noise is too."""
+        past = self._kept_past
+        if past is None or not (keep or self.coding.correction is None):
+            visible = self._visible()
+            noise = self._noise_of_all(visible) if keep else None
+            past = Past.of([*self._sources(visible, noise)])
+            if self._stays(visible, noise):
+                self._kept_past = past
+        self.decode_calls += len(past.packed)
+        return past
+
+    def _stays(self, visible: Sequence[tuple[Chunk | Rows, int]], noise: Sequence | None) -> bool:
+        """Whether what was made of these parts is no more than views of what is kept anyhow."""
+        if any(gone and isinstance(part, PackedChunk) for part, gone in visible):
+            return False  # decoded rows
+        if self.coding.correction is None:
+            return True
+        return noise is not None and self._kept_noise is not None
 
     def _sources(
-        self, *, keep: bool = False
-    ) -> Iterator[tuple[Packed | Tensor, Packed | Tensor, tuple[ScoreNoise, ...]]]:
-        """Keys, values and noise of all committed rows that may be read, in order."""
-        kept = self._noise_of_all() if keep else None
-        for number, (part, skipped) in enumerate(self._visible()):
+        self,
+        visible: Sequence[tuple[Chunk | Rows, int]],
+        kept: Sequence[tuple[ScoreNoise, ...]] | None,
+    ) -> Iterator[Held]:
+        """Keys, values and noise (the kept one, or anew) of these parts, in order."""
+        for number, (part, skipped) in enumerate(visible):
             keys, values = part.keys, part.values
             noise = self._noise(part, skipped) if kept is None else kept[number]
-            if isinstance(part, PackedChunk):
+            packed = isinstance(part, PackedChunk)
+            if packed and skipped:  # the rows that were not forgotten are decoded with the others
+                assert self.state.layout is not None
+                dtype = self.state.layout.dtype
                 self.decode_calls += len(part.sides())
-                if skipped:  # the rows that were not forgotten are decoded with the others
-                    assert self.state.layout is not None
-                    dtype = self.state.layout.dtype
-                    keys, values = (decoded(side, dtype) for side in (keys, values))
+                keys, values = (decoded(side, dtype) for side in (keys, values))
             if skipped:
                 assert isinstance(keys, Tensor) and isinstance(values, Tensor)
                 keys, values = keys[:, :, skipped:], values[:, :, skipped:]
-            yield keys, values, noise
+            yield Held(keys, values, noise, packed)
 
     def _noise(self, part: Chunk | Rows, skipped: int) -> tuple[ScoreNoise, ...]:
         """The noise to correct in rows of which the first ``skipped`` were forgotten."""
@@ -388,9 +406,11 @@ class LayerCache:
         rows = torch.empty(part.keys.shape[:3], device="meta").unsqueeze(3)
         return sliced(Segment(rows, rows, noise), skipped, part.tokens).noise
 
-    def _noise_of_all(self) -> list[tuple[ScoreNoise, ...]] | None:
+    def _noise_of_all(
+        self, visible: Sequence[tuple[Chunk | Rows, int]]
+    ) -> list[tuple[ScoreNoise, ...]] | None:
         """Noise of every visible part, kept while the parts are; None where it cannot be kept."""
-        layout, visible = self.state.layout, self._visible()
+        layout = self.state.layout
         if self.coding.correction is None or layout is None:
             return [()] * len(visible)
         if self._kept_noise is None:

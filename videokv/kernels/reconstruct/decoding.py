@@ -49,9 +49,12 @@ class Decoding:
 
     def serves(self, sources: Sequence[Source]) -> bool:
         """Whether these are the very chunks, in the same rows."""
-        return len(sources) == len(self.sources) and all(
-            a.chunk is b.chunk and a.side == b.side and a.row == b.row
-            for a, b in zip(self.sources, sources, strict=True)
+        return sources is self.sources or (
+            len(sources) == len(self.sources)
+            and all(
+                a.chunk is b.chunk and a.side == b.side and a.row == b.row
+                for a, b in zip(self.sources, sources, strict=True)
+            )
         )
 
     def write(self, keys: Tensor, values: Tensor, *, value_factor: Tensor | None = None) -> None:
