@@ -2,8 +2,9 @@
 
 What a launch reads of the chunks lies in a table on the device (``plan.Batch``). It depends on the
 chunks alone, so that a read after the first copies nothing from the host: keep a ``Decoding`` as
-long as the chunks stay. What was found out about a chunk serves the next one too. A CUDA graph that was captured with it follows the table's addresses: it
-must not be replayed once the chunks are gone.
+long as the chunks stay. What was found out about a chunk serves the next one too. A CUDA graph that
+was captured with it follows the table's addresses: it must not be replayed once the chunks are
+gone.
 """
 
 from __future__ import annotations
