@@ -129,9 +129,9 @@ def _cases() -> dict:
         if narrow:
             rows = torch.empty(batch, heads, size, 256, dtype=dtype).mT
         plan = reconstruction.kernel.planned(parts, dtype, rows.device)
-        jobs = [Job(parts, n % 2, n * tokens) for n in range(3)]
+        jobs = [Job(plan, parts.shape, n % 2, n * tokens) for n in range(3)]
         factor = torch.ones(batch, heads, 1, 1) if narrow else None
-        (many,) = batches([(jobs, [plan] * 3)], rows.device)
+        (many,) = batches([jobs], rows.device)
         many.launch(rows, rows, factor)
 
     def copy_current() -> None:

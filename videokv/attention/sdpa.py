@@ -58,7 +58,7 @@ class SdpaBackend:
     def attempt(
         self, query: Tensor, segments: Sequence[Segment], *, scale: float, need_lse: bool
     ) -> tuple[Tensor, Tensor | None] | str:
-        """``attend`` where ``refusal`` finds no reason against it, else the reason: planned once."""
+        """``attend``, or the reason of a ``refusal``; planned once for both."""
         if _exact(segments):
             return _NO_EXACT
         calls = plan_calls(segments)

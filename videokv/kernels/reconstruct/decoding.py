@@ -94,40 +94,49 @@ class Decoding:
         from videokv.kernels.reconstruct import plan as plans
 
         device, together = outputs[0].device, kinds[KEYS] == kinds[VALUES]
-        groups: dict[Hashable, list[tuple[plans.Job, plans.Plan]]] = {}
+        groups: dict[Hashable, list[plans.Job]] = {}
         rest: list[Source] = []
+        dtypes = [out.dtype for out in outputs]
         for source in self.sources:
-            parts = package.inner_parts(source.chunk)
-            plan = None if parts is None else _plan(parts, outputs[source.side].dtype, device)
-            if parts is None or plan is None:
+            chunk, side, row = source
+            found = _planned(chunk, dtypes[side], device)
+            if found is None:
                 rest.append(source)
                 continue
-            side = -1 if together else source.side  # of a batch that writes to both
-            key = (side, plan.kind, *parts.codes.shape[:2])
-            groups.setdefault(key, []).append((plans.Job(parts, source.side, source.row), plan))
+            plan, shape = found
+            # -1: of a batch that writes to both
+            key = (-1 if together else side, plan.kind, shape[0], shape[1])
+            groups.setdefault(key, []).append(plans.Job(plan, shape, side, row))
         sides, jobs = [], []
         for (side, *_), members in groups.items():  # type: ignore[misc]
             for first in range(0, len(members), _LARGEST_GRID):
                 sides.append(side)
-                jobs.append(tuple(zip(*members[first : first + _LARGEST_GRID], strict=True)))
+                jobs.append(members[first : first + _LARGEST_GRID])
         made = plans.batches(jobs, device) if jobs else []
         return _Ready(list(zip(made, sides, strict=True)), rest)
 
 
-# Plans for many chunks, kept as long as their parts. They may hold what only a kernel needs.
-_plans: WeakKeyDictionary[Parts, dict[torch.dtype, Any]] = WeakKeyDictionary()
+_Planned = tuple[Any, tuple[int, int, int, int]]  # ``plan.Plan``, and the chunk's shape
+# Kept as long as the chunk. They may hold what only a kernel needs.
+_plans: WeakKeyDictionary[Any, dict[torch.dtype, _Planned]] = WeakKeyDictionary()
 
 
-def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> Any:
-    """``plan.Plan`` of a chunk, None where chunks of its format are decoded one by one."""
-    kept = _plans.get(parts)
-    plan = None if kept is None else kept.get(dtype)
-    if plan is None and _refusal(parts, dtype, device) is None:
-        from videokv.kernels.reconstruct import triton
+def _planned(chunk: Packed, dtype: torch.dtype, device: torch.device) -> _Planned | None:
+    """How a chunk is decoded among others, None where chunks of its format are not."""
+    lasting = type(chunk).__hash__ is object.__hash__
+    kept = _plans.get(chunk) if lasting else None
+    found = None if kept is None else kept.get(dtype)
+    if found is not None:
+        return found
+    parts = package.inner_parts(chunk)
+    if parts is None or _refusal(parts, dtype, device) is not None:
+        return None
+    from videokv.kernels.reconstruct import triton
 
-        plan = triton.planned(parts, dtype, device)
-        _plans.setdefault(parts, {})[dtype] = plan
-    return plan
+    found = (triton.planned(parts, dtype, device), parts.shape)
+    if lasting:
+        _plans.setdefault(chunk, {})[dtype] = found
+    return found
 
 
 def _outputs(outputs: tuple[Tensor, Tensor], side: int) -> tuple[Tensor, Tensor]:
@@ -162,8 +171,8 @@ def _self_check(parts: Parts, dtype: torch.dtype) -> str | None:
         for _ in (KEYS, VALUES)
     ]
     plan = triton.planned(small, dtype, device)
-    jobs = [Job(small, side, side) for side in (KEYS, VALUES)]
-    (batch,) = batches([(jobs, [plan, plan])], device)
+    jobs = [Job(plan, small.shape, side, side) for side in (KEYS, VALUES)]
+    (batch,) = batches([jobs], device)
     batch.launch(outputs[KEYS], outputs[VALUES], None)
     got = torch.stack([out[:, :, side : side + tokens] for side, out in enumerate(outputs)])
     return disagreement(

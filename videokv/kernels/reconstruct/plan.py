@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.blocks import as_bytes, row_alignment
-from videokv.kernels.reconstruct.parts import Parts
 
 WIDEST_LOAD_BYTES = 16
 _HEADER = 3  # numbers of a row before those of ``Plan.stored``
@@ -77,9 +76,10 @@ _kinds: dict[Hashable, int] = {}
 
 
 class Job(NamedTuple):
-    """Parts into the rows from ``row`` of output 0 or 1."""
+    """A chunk of ``shape`` (B, H, T, D) into the rows from ``row`` of output 0 or 1."""
 
-    parts: Parts
+    plan: Plan
+    shape: tuple[int, int, int, int]
     side: int
     row: int
 
@@ -90,15 +90,15 @@ class Batch:
     It holds the tensors that its table points to.
     """
 
-    def __init__(self, jobs: Sequence[Job], plans: Sequence[Plan], table: Tensor) -> None:
-        self.plan = plans[0]
-        self.aligned = self.plan.aligned
-        self.batch, self.heads = jobs[0].parts.shape[:2]
-        lengths = [job.parts.tokens for job in jobs]
+    def __init__(self, jobs: Sequence[Job], table: Tensor) -> None:
+        self.plan = plan = jobs[0].plan
+        self.aligned = plan.aligned
+        self.batch, self.heads, *_ = jobs[0].shape
+        lengths = [job.shape[2] for job in jobs]
         self.longest_tokens = max(lengths)
-        self.blocks = sum(-(-tokens // self.plan.rows) for tokens in lengths)
+        self.blocks = sum(-(-tokens // plan.rows) for tokens in lengths)
         self.count = len(jobs)
-        self._held = [plan.stored for plan in plans]
+        self._held = [job.plan.stored for job in jobs]
         self.table = table
 
     def launch(self, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
@@ -107,24 +107,22 @@ class Batch:
         self.plan.many(self, a, b, factor)
 
 
-def batches(
-    groups: Sequence[tuple[Sequence[Job], Sequence[Plan]]], device: torch.device
-) -> list[Batch]:
-    """A batch for each group of jobs and their plans; one copy to the device for all tables."""
+def batches(groups: Sequence[Sequence[Job]], device: torch.device) -> list[Batch]:
+    """A batch for each group of jobs; one copy to the device for all tables."""
     numbers: list[int] = []
     spans = []
-    for jobs, plans in groups:
+    for jobs in groups:
         first = len(numbers)
-        for (parts, side, row), plan in zip(jobs, plans, strict=True):
-            numbers += (parts.tokens, row, side)
+        for plan, shape, side, row in jobs:
+            numbers += (shape[2], row, side)
             numbers += plan.numbers
         spans.append((first, len(numbers)))
         # Kernels are compiled for tables that begin at 16 bytes.
         numbers += [0] * (len(numbers) % 2)
     table = _uploaded(numbers, device)
     return [
-        Batch(jobs, plans, table[first:last].view(len(jobs), -1))
-        for (jobs, plans), (first, last) in zip(groups, spans, strict=True)
+        Batch(jobs, table[first:last].view(len(jobs), -1))
+        for jobs, (first, last) in zip(groups, spans, strict=True)
     ]
 
 
