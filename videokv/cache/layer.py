@@ -382,8 +382,8 @@ class LayerCache:
         for number, (part, skipped) in enumerate(visible):
             keys, values = part.keys, part.values
             noise = self._noise(part, skipped) if kept is None else kept[number]
-            packed = isinstance(part, PackedChunk)
-            if packed and skipped:  # the rows that were not forgotten are decoded with the others
+            if isinstance(part, PackedChunk) and skipped:
+                # The rows that were not forgotten are decoded with the others.
                 assert self.state.layout is not None
                 dtype = self.state.layout.dtype
                 self.decode_calls += len(part.sides())
@@ -391,7 +391,7 @@ class LayerCache:
             if skipped:
                 assert isinstance(keys, Tensor) and isinstance(values, Tensor)
                 keys, values = keys[:, :, skipped:], values[:, :, skipped:]
-            yield Held(keys, values, noise, packed)
+            yield Held(keys, values, noise, isinstance(part, PackedChunk))
 
     def _noise(self, part: Chunk | Rows, skipped: int) -> tuple[ScoreNoise, ...]:
         """The noise to correct in rows of which the first ``skipped`` were forgotten."""
@@ -428,19 +428,26 @@ class LayerCache:
         shape = (layout.batch, layout.kv_heads, layout.key_dim)
         rows = []
         for part, gone in visible:
-            columns: ChunkColumns | None = ChunkColumns()
-            if isinstance(part, PackedChunk) and not isinstance(part.keys, Tensor):
-                columns = self._columns.get(part)
-                if columns is None:
-                    columns = chunk_columns(
-                        self._noise(part, 0), tokens=part.tokens, shape=shape, dtype=layout.dtype
-                    )
-                    if columns is None:
-                        self._columns.clear()
-                        return None
-                    self._columns[part] = columns
+            columns = self._columns_of(part, layout)
+            if columns is None:
+                self._columns.clear()
+                return None
             rows.append((part.tokens - gone, columns.after(gone)))
         return history_from(rows, shape=shape)
+
+    def _columns_of(self, part: Chunk | Rows, layout: Layout) -> ChunkColumns | None:
+        """Made once for each packed chunk; None where its noise cannot be kept."""
+        if not isinstance(part, PackedChunk) or isinstance(part.keys, Tensor):
+            return ChunkColumns()
+        columns = self._columns.get(part)
+        if columns is None:
+            shape = (layout.batch, layout.kv_heads, layout.key_dim)
+            columns = chunk_columns(
+                self._noise(part, 0), tokens=part.tokens, shape=shape, dtype=layout.dtype
+            )
+            if columns is not None:
+                self._columns[part] = columns
+        return columns
 
     def _value_peak(self) -> Tensor:
         """The largest magnitudes ``[B, Hkv]`` of all committed values."""

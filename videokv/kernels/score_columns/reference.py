@@ -41,7 +41,8 @@ def place_key_columns(out: Tensor, placement: Placement) -> None:
     out.zero_()
     row = 0
     for part, source in zip(placement.parts, placement.weights, strict=True):
-        for first, origin, count in part.blocks if source is not None else ():
+        for first, origin, count in part.blocks:
+            assert source is not None
             rows = out[:, :, row : row + part.tokens, first : first + count]
             rows.copy_(source[..., origin : origin + count])
         row += part.tokens
