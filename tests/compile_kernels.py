@@ -68,7 +68,7 @@ def _cases() -> dict:
     from videokv.kernels.fit_factor import triton as factors
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
-    from videokv.kernels.reconstruct.plan import Batch, Job
+    from videokv.kernels.reconstruct.plan import Job, batches
     from videokv.kernels.score_columns import triton as columns
     from videokv.kernels.score_columns.placement import Part, Placement
     from videokv.kernels.subspace_iteration import triton as subspace
@@ -129,9 +129,10 @@ def _cases() -> dict:
         if narrow:
             rows = torch.empty(batch, heads, size, 256, dtype=dtype).mT
         plan = reconstruction.kernel.planned(parts, dtype, rows.device)
-        jobs = [Job(parts, n % 2, n * tokens) for n in range(3)]
+        jobs = [Job(plan, parts.shape, n % 2, n * tokens) for n in range(3)]
         factor = torch.ones(batch, heads, 1, 1) if narrow else None
-        Batch(jobs, [plan] * 3, rows.device).launch(rows, rows, factor)
+        (many,) = batches([jobs], rows.device)
+        many.launch(rows, rows, factor)
 
     def copy_current() -> None:
         held = torch.empty(1, 67, 2, 128, dtype=bf16).transpose(1, 2)
@@ -195,8 +196,8 @@ def _cases() -> dict:
             columns.place_key_columns,
             torch.empty(1, 2, 67, 16, dtype=bf16),
             Placement.of(
-                torch.ones(1, 2, 60, 4, dtype=bf16),
-                (Part(60, 0, ((2, 0, 4),)), Part(5)),
+                [torch.ones(1, 2, 60, 4, dtype=bf16), None],
+                (Part(60, ((2, 0, 4),)), Part(5)),
                 columns=6,
             ),
         ),

@@ -12,6 +12,7 @@ from videokv.attention import attend, explain_choice
 from videokv.attention import sdpa as sdpa_module
 from videokv.attention.columns import plan_calls, with_columns, write_key_columns
 from videokv.cache import cache as cache_module
+from videokv.cache.chunks import PackedChunk
 from videokv.kernels.score_columns import history_of, keep_noise, reference
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import Segment
@@ -99,11 +100,72 @@ def test_they_are_dropped_with_the_rows(name, change):
     old = assert_kept_is_fresh(cache)
     cache.write(0, cache.length, *current()[1:], current()[0])
     assert cache._layers[0].noise_bytes > 0, "rows that are not committed are not in it"
+    layer = cache._layers[0]
+    columns = {id(c): weakref.ref(c) for c in layer._columns.values()}
     CHANGES[change](cache)
     gc.collect()
-    assert old() is None and cache._layers[0].noise_bytes == 0
+    assert old() is None and layer._kept_noise is None
+    alive = {number for number, ref in columns.items() if ref() is not None}
+    assert alive == {id(c) for c in layer._columns.values()}
+    assert len(alive) == sum(chunk in layer._columns for chunk in layer.state.chunks)
+    if change in ("select_batch", "to"):
+        assert not alive
+    assert layer.noise_bytes == sum(c.nbytes for c in layer._columns.values())
     batch = 3 if change == "select_batch" else 2
     assert_kept_is_fresh(cache, batch=batch)
+
+
+@pytest.mark.parametrize("name", ["quarot-2bit+calibrated", "quantwm-2bit+calibrated"])
+def test_a_commit_makes_the_columns_of_its_chunks_alone(name, monkeypatch):
+    cache = filled(name, chunks=6, window_chunks=4)
+    assert_kept_is_fresh(cache)
+    layer = cache._layers[0]
+    asked, honest = [], layer._noise
+    monkeypatch.setattr(
+        layer, "_noise", lambda part, gone: asked.append(part) or honest(part, gone)
+    )
+    rows = current()
+    columns_of(cache, rows, keep=True)
+    assert not asked
+    commit_one(cache)
+    columns_of(cache, rows, keep=True)
+    (made,) = asked
+    assert made is [chunk for chunk in layer.state.chunks if isinstance(chunk, PackedChunk)][-1]
+    cache.forget(cache._layers[0].state.chunks[2].start + 7)
+    columns_of(cache, rows, keep=True)
+    assert len(asked) == 1, "rows of a chunk that were forgotten change nothing in the others"
+
+
+def test_nothing_waits_for_the_garbage_collector():
+    cache = filled(NAMES[1])
+    old = assert_kept_is_fresh(cache)
+    columns = weakref.ref(next(iter(cache._layers[0]._columns.values())))
+    gc.collect()
+    gc.disable()
+    try:
+        cache.keep(0, [(4 * TOKENS, 5 * TOKENS)])
+        assert old() is None and columns() is None
+    finally:
+        gc.enable()
+
+
+def test_what_a_read_knows_is_kept_while_it_holds_nothing_of_its_own():
+    cache = filled(NAMES[1])
+    layer, rows = cache._layers[0], current()
+    columns_of(cache, rows, keep=False)
+    assert layer._kept_past is None, "this noise is made for one read"
+    columns_of(cache, rows, keep=True)
+    past = layer._kept_past
+    columns_of(cache, rows, keep=True)
+    assert past is not None and layer._kept_past is past
+    cache.write(0, cache.length, *rows[1:], rows[0])
+    assert layer._kept_past is past, "rows that are not committed are not in it"
+    cache.forget(2 * TOKENS)
+    columns_of(cache, rows, keep=True)
+    assert layer._kept_past is not None and layer._kept_past is not past
+    cache.forget(2 * TOKENS + 9)
+    columns_of(cache, rows, keep=True)
+    assert layer._kept_past is None, "rows of a cut chunk are decoded for one read"
 
 
 def test_a_reset_drops_them():
@@ -200,7 +262,7 @@ def test_nothing_is_made_during_a_capture(monkeypatch):
     plain, kept = kept_segments(budget_maps=2)
     history = kept[1].noise[0].history
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(type(history.weights), "is_cuda", True, raising=False)
+    monkeypatch.setattr(type(history), "is_cuda", True)
     assert history.calls(budget=32) is None
 
 

@@ -104,7 +104,7 @@ def test_a_capture_keeps_no_columns_and_an_eager_read_before_it_does(recipe):
     graph.replay()
     torch.testing.assert_close(output, want, rtol=1e-2, atol=1e-2)
     assert cache._layers[0]._kept_noise[0] is history
-    cache._layers[0]._kept_noise = None  # as after a commit
+    cache._layers[0]._kept_noise = cache._layers[0]._kept_past = None  # as after a commit
     bare = torch.cuda.CUDAGraph()
     with torch.cuda.graph(bare):
         output = cache.attend(0, *static)

@@ -260,6 +260,27 @@ def test_nothing_is_copied_to_the_device_twice_or_in_a_capture(launches, monkeyp
     assert len(uploads) == 4
 
 
+def test_chunks_that_stay_are_not_looked_at_again(launches, monkeypatch):
+    made, uploads = [], []
+    honest, upload = kernel.planned, plans._uploaded
+    monkeypatch.setattr(kernel, "planned", lambda *a: made.append(1) or honest(*a))
+    monkeypatch.setattr(plans, "_uploaded", lambda *a: uploads.append(1) or upload(*a))
+    old = [encoded("quantwm", tokens=n) for n in LENGTHS]
+    old[1] = sparse(old[1])
+    values = [encoded("rtn2", tokens=n) for n in LENGTHS]
+    Decoding(queued(old, values)).write(*buffers(old, F16))
+    made.clear(), uploads.clear()
+    new = [*old[1:], encoded("quantwm", tokens=9)]
+    sources = queued(new, values[1:])
+    want, got = buffers(new, F16), buffers(new, F16)
+    one_by_one(sources, want)
+    launches.clear()
+    Decoding(sources).write(*got)
+    assert len(made) == 1 and len(uploads) == 1 and len(launches) == 2
+    assert all(batch.table.storage_offset() % 2 == 0 for batch in launches)  # 16 bytes
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
 def cache_of(name, **options):
     options = {"sink_chunks": 1} | options
     return videokv.recipe(name, **options).new_cache(layers=1)

@@ -25,13 +25,14 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
         return first
     batch, heads, _, size = first.shape
     steps, dtype, store = first.stride(), first.dtype, first.untyped_storage().data_ptr()
-    place, tokens = first.storage_offset(), 0
+    start, step, tokens = first.storage_offset(), steps[2], 0
     for part in parts:
-        if part.storage_offset() != place + tokens * steps[2] or part.stride() != steps:
+        shape = part.shape
+        if part.storage_offset() != start + tokens * step or part.stride() != steps:
             return None
         if part.dtype != dtype or part.untyped_storage().data_ptr() != store:
             return None
-        if part.shape[0] != batch or part.shape[1] != heads or part.shape[3] != size:
+        if shape[0] != batch or shape[1] != heads or shape[3] != size:
             return None
-        tokens += part.shape[2]
-    return first.as_strided((batch, heads, tokens, size), steps, first.storage_offset())
+        tokens += shape[2]
+    return first.as_strided((batch, heads, tokens, size), steps, start)

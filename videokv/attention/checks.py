@@ -26,7 +26,7 @@ def check_call(query: Tensor, segments: Sequence[Segment], *, scale: float, caus
     if not segments:
         raise ValueError("attend expects at least one segment, got none")
     for number, segment in enumerate(segments):
-        _check_segment(query, segment, where=f"segment {number}")
+        _check_segment(query, segment, number)
     heads = {(s.keys.shape[1], s.values.shape[3]) for s in segments}
     if len(heads) > 1:
         raise ValueError(
@@ -37,16 +37,16 @@ def check_call(query: Tensor, segments: Sequence[Segment], *, scale: float, caus
         _check_causal(query, segments[-1])
 
 
-def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
+def _check_segment(query: Tensor, segment: Segment, number: int) -> None:
     keys, values = segment.keys, segment.values
-    reason = _shapes_refusal(tuple(query.shape), tuple(keys.shape), tuple(values.shape))
+    reason = _shapes_refusal(query.shape, keys.shape, values.shape)
     if reason is not None:
         raise ValueError(
-            f"{where}: {reason}; got query {tuple(query.shape)}, keys {tuple(keys.shape)}, values "
-            f"{tuple(values.shape)}"
+            f"segment {number}: {reason}; got query {tuple(query.shape)}, keys "
+            f"{tuple(keys.shape)}, values {tuple(values.shape)}"
         )
     if segment.narrow:
-        _check_scales(segment, where=where)
+        _check_scales(segment, where=f"segment {number}")
     for name, tensor, scale in (
         ("keys", keys, segment.key_scale),
         ("values", values, segment.value_scale),
@@ -54,16 +54,16 @@ def _check_segment(query: Tensor, segment: Segment, *, where: str) -> None:
         dtype = query.dtype if scale is None else E4M3
         if tensor.dtype != dtype:
             raise ValueError(
-                f"{where}: {name} are {tensor.dtype} but the query is {query.dtype}: expected "
-                f"{dtype} {'without' if scale is None else 'with'} a scale; cast one"
+                f"segment {number}: {name} are {tensor.dtype} but the query is {query.dtype}: "
+                f"expected {dtype} {'without' if scale is None else 'with'} a scale; cast one"
             )
         if tensor.device != query.device:
             raise ValueError(
-                f"{where}: {name} are on {tensor.device} but the query is on {query.device}; "
-                "move one"
+                f"segment {number}: {name} are on {tensor.device} but the query is on "
+                f"{query.device}; move one"
             )
     for term in segment.noise:
-        _check_noise(keys, term, where=where)
+        _check_noise(keys, term, number)
 
 
 def _shapes_refusal(query: tuple, keys: tuple, values: tuple) -> str | None:
@@ -91,7 +91,8 @@ def _check_scales(segment: Segment, *, where: str) -> None:
             )
 
 
-def _check_noise(keys: Tensor, term: ScoreNoise, *, where: str) -> None:
+def _check_noise(keys: Tensor, term: ScoreNoise, number: int) -> None:
+    where = f"segment {number}"
     batch, heads, tokens, head_dim = keys.shape
     group_size = term.query_map.group_size
     if group_size < 1 or head_dim % group_size:

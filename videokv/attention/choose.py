@@ -112,6 +112,12 @@ def attend(
     filled = [s for s in segments if s.keys.shape[2]]
     if not filled or not query.shape[2]:
         return _nothing_seen(query, segments[0].values.shape[3], need_lse=need_lse)
+    if backend in ("auto", "sdpa") and not causal and not any(s.narrow for s in filled):
+        from videokv.attention.sdpa import BACKEND
+
+        found = BACKEND.attempt(query, filled, scale=scale, need_lse=need_lse)
+        if not isinstance(found, str):
+            return found
     choice = _chosen(query, filled, backend=backend)
     if backend == "auto" and choice.backend != _AUTO[0]:
         _say_once(f"attention runs on backend {choice.backend!r}: {choice.why}")

@@ -29,6 +29,11 @@ from videokv.attention.merge import merge_parts
 from videokv.attention.stock_kernels import KernelChoice, choose_kernel, round_up
 from videokv.protocols import Segment
 
+_NO_EXACT = (
+    "sdpa serves corrections that are columns; correction 'exact' is not: use backend='eager', or "
+    "correction 'taylor' or 'cumulant'"
+)
+
 
 class SdpaBackend:
     """Appended columns and PyTorch's kernels: CPU, cuDNN, flash or memory-efficient."""
@@ -37,16 +42,10 @@ class SdpaBackend:
 
     def refusal(self, query: Tensor, segments: Sequence[Segment]) -> str | None:
         """Exact terms, and sizes that no stock kernel of this device takes."""
-        if any(term.exact for s in segments for term in s.noise):
-            return (
-                "sdpa serves corrections that are columns; correction 'exact' is not: use "
-                "backend='eager', or correction 'taylor' or 'cumulant'"
-            )
-        for call in plan_calls(segments):
-            choice = _choice(query, call, causal=False)
-            if isinstance(choice, str):
-                return _too_wide(query, call, choice) if call.columns else f"sdpa: {choice}"
-        return None
+        if _exact(segments):
+            return _NO_EXACT
+        found = _served(query, plan_calls(segments))
+        return found if isinstance(found, str) else None
 
     def kernels(self, query: Tensor, segments: Sequence[Segment]) -> str:
         """In words, the kernel that a call without log-sum-exp runs (it is not refused)."""
@@ -55,6 +54,25 @@ class SdpaBackend:
         found = [_choice(query, call, causal=False) for call in plan_calls(segments)]
         names = dict.fromkeys(c.kernel for c in found if isinstance(c, KernelChoice))
         return f"stock kernel {' and '.join(names)}: there are packed rows"
+
+    def attempt(
+        self, query: Tensor, segments: Sequence[Segment], *, scale: float, need_lse: bool
+    ) -> tuple[Tensor, Tensor | None] | str:
+        """``attend``, or the reason of a ``refusal``; planned once for both."""
+        if _exact(segments):
+            return _NO_EXACT
+        calls = plan_calls(segments)
+        choices = _served(query, calls)
+        if isinstance(choices, str):
+            return choices
+        if not need_lse and not _approximate(segments):
+            return _plain(query, segments, scale=scale, causal=False), None
+        parts = [
+            _by(choice, query, call, scale=scale, causal=False)
+            for call, choice in zip(calls, choices, strict=True)
+        ]
+        out, lse = parts[0] if len(parts) == 1 else merge_parts(parts)
+        return out, lse if need_lse else None
 
     def attend(
         self,
@@ -80,6 +98,21 @@ class SdpaBackend:
             parts.append(_run(query, last, scale=scale, causal=True))
         out, lse = parts[0] if len(parts) == 1 else merge_parts(parts)
         return out, lse if need_lse else None
+
+
+def _exact(segments: Sequence[Segment]) -> bool:
+    return any(term.exact for s in segments for term in s.noise)
+
+
+def _served(query: Tensor, calls: Sequence[ColumnCall]) -> list[KernelChoice] | str:
+    """A kernel for each call, or why there is none for one."""
+    found = []
+    for call in calls:
+        choice = _choice(query, call, causal=False)
+        if isinstance(choice, str):
+            return _too_wide(query, call, choice) if call.columns else f"sdpa: {choice}"
+        found.append(choice)
+    return found
 
 
 def _approximate(segments: Sequence[Segment]) -> bool:
@@ -131,6 +164,12 @@ def _run(query: Tensor, call: ColumnCall, *, scale: float, causal: bool) -> tupl
     choice = _choice(query, call, causal=causal)
     if isinstance(choice, str):
         raise ValueError(f"backend 'sdpa' cannot serve this call: {choice}; use backend='eager'")
+    return _by(choice, query, call, scale=scale, causal=causal)
+
+
+def _by(
+    choice: KernelChoice, query: Tensor, call: ColumnCall, *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     wide_query, wide_keys = with_columns(query, call, scale=scale, width=choice.head_dim)
     values = joined([s.values for s in call.segments])
     value_dim = values.shape[3]

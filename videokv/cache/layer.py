@@ -22,13 +22,13 @@ from videokv.cache.chunks import (
 from videokv.cache.moment import QueryMoment, reads_queries, updated
 from videokv.cache.narrow import NarrowBuffer, peak
 from videokv.cache.policy import CachePolicy
-from videokv.cache.rows import SPARE_CHANNELS, RowBuffer
+from videokv.cache.rows import SPARE_CHANNELS, Held, Past, RowBuffer
 from videokv.cache.select import selected
 from videokv.cache.workspace import Decoders
 from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
 from videokv.kernels.reconstruct import Rope, decode_into
 from videokv.kernels.reconstruct.decoding import Decoding
-from videokv.kernels.score_columns import keep_noise
+from videokv.kernels.score_columns import ChunkColumns, chunk_columns, history_from
 from videokv.kernels.score_columns.history import History
 from videokv.noise import ScoreNoise
 from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
@@ -131,6 +131,9 @@ class LayerCache:
         self._state = LayerState()
         self._decoding: Decoding | None = None
         self._kept_noise: tuple[History | None, list[tuple[ScoreNoise, ...]]] | None = None
+        self._kept_past: Past | None = None
+        self._visible_tokens: int | None = None
+        self._columns: WeakKeyDictionary[PackedChunk, ChunkColumns] = WeakKeyDictionary()
         self.encode_calls = 0
         self.decode_calls = 0
         self._peak_of: WeakKeyDictionary[Chunk | Rows, Tensor] = WeakKeyDictionary()
@@ -144,16 +147,19 @@ class LayerCache:
     def state(self, state: LayerState) -> None:
         old = self._state
         if state.chunks is not old.chunks:
-            self._decoding = self._kept_noise = None
-        if state.open is not old.open or state.first != old.first:
-            self._kept_noise = None
+            self._decoding = None
+        changed = state.chunks is not old.chunks or state.open is not old.open
+        if changed or state.first != old.first:
+            self._kept_noise = self._kept_past = self._visible_tokens = None
         self._state = state
 
     @property
     def noise_bytes(self) -> int:
-        """Bytes of the noise that is kept until the next commit (see ``gathered``)."""
+        """Bytes of the noise that is kept between reads (see ``gathered``)."""
         history = None if self._kept_noise is None else self._kept_noise[0]
-        return 0 if history is None else history.nbytes
+        if history is not None:
+            return history.nbytes
+        return sum(columns.nbytes for columns in self._columns.values())
 
     @property
     def written_end(self) -> int:
@@ -164,9 +170,12 @@ class LayerCache:
     @property
     def visible_tokens(self) -> int:
         """Committed tokens that are still held and not forgotten."""
-        state = self.state
-        held = state.chunks if state.open is None else (*state.chunks, state.open)
-        return sum(max(0, part.end - max(part.start, state.first)) for part in held)
+        if self._visible_tokens is None:
+            state = self.state
+            held = state.chunks if state.open is None else (*state.chunks, state.open)
+            counts = (part.end - max(part.start, state.first) for part in held)
+            self._visible_tokens = sum(max(0, count) for count in counts)
+        return self._visible_tokens
 
     def write(self, start: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Copy rows of tokens ``start...`` into the tail, over what was written there before.
@@ -380,20 +389,18 @@ class LayerCache:
     def gathered(self, current: Segment, *, keep: bool = False) -> list[Segment]:
         """Everything committed and the current rows, one after the other in one buffer.
 
-        keep: the noise is that of ``keep_noise``, made at the first read after a commit and
-        dropped when the committed rows change.
+        keep: the noise is that of a ``History``, made at the first read after the committed rows
+        changed from columns that are made once for each chunk.
         """
         spare = 0 if self.coding.correction is None else SPARE_CHANNELS
-        tokens = self.visible_tokens + current.keys.shape[2]
-        rows = RowBuffer(current, tokens=tokens, spare=spare)
-        held = [*self._sources(keep=keep), (current.keys, current.values, ())]
-        found, self._decoding = rows.fill(held, self._decoding)
-        return [*self._marked(found[:-1]), found[-1]]
+        rows = RowBuffer(self._past(keep=keep), current, spare=spare)
+        found, self._decoding = rows.fill(self._decoding)
+        return found
 
     def gathered_narrow(self, current: Segment, *, keep: bool = False) -> list[Segment]:
         """Everything committed in one buffer, values in E4M3, and the current rows as they are."""
-        rows = NarrowBuffer(current, tokens=self.visible_tokens, peak=self._value_peak())
-        found, self._decoding = rows.fill([*self._sources(keep=keep)], self._decoding)
+        rows = NarrowBuffer(self._past(keep=keep), current, peak=self._value_peak())
+        found, self._decoding = rows.fill(self._decoding)
         return [*found, current]
 
     def _visible(self) -> list[tuple[Chunk | Rows, int]]:
@@ -403,31 +410,45 @@ class LayerCache:
         held = held if state.open is None else (*held, state.open)
         return [(p, max(0, state.first - p.start)) for p in held if p.end > state.first]
 
-    def _marked(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Segments of all that is visible, those marked whose rows were packed."""
-        return [
-            replace(segment, packed=True) if isinstance(part, PackedChunk) else segment
-            for segment, (part, _) in zip(segments, self._visible(), strict=True)
-        ]
+    def _past(self, *, keep: bool) -> Past:
+        """All committed rows that may be read; kept while they are, where their noise is too."""
+        past = self._kept_past
+        if past is None or not (keep or self.coding.correction is None):
+            visible = self._visible()
+            noise = self._noise_of_all(visible) if keep else None
+            past = Past.of([*self._sources(visible, noise)])
+            if self._stays(visible, noise):
+                self._kept_past = past
+        self.decode_calls += len(past.packed)
+        return past
+
+    def _stays(self, visible: Sequence[tuple[Chunk | Rows, int]], noise: Sequence | None) -> bool:
+        """Whether what was made of these parts is no more than views of what is kept anyhow."""
+        if any(gone and isinstance(part, PackedChunk) for part, gone in visible):
+            return False  # decoded rows
+        if self.coding.correction is None:
+            return True
+        return noise is not None and self._kept_noise is not None
 
     def _sources(
-        self, *, keep: bool = False
-    ) -> Iterator[tuple[Packed | Tensor, Packed | Tensor, tuple[ScoreNoise, ...]]]:
-        """Keys, values and noise of all committed rows that may be read, in order."""
-        kept = self._noise_of_all() if keep else None
-        for number, (part, skipped) in enumerate(self._visible()):
+        self,
+        visible: Sequence[tuple[Chunk | Rows, int]],
+        kept: Sequence[tuple[ScoreNoise, ...]] | None,
+    ) -> Iterator[Held]:
+        """Keys, values and noise (the kept one, or anew) of these parts, in order."""
+        for number, (part, skipped) in enumerate(visible):
             keys, values = part.keys, part.values
             noise = self._noise(part, skipped) if kept is None else kept[number]
-            if isinstance(part, PackedChunk):
+            if isinstance(part, PackedChunk) and skipped:
+                # The rows that were not forgotten are decoded with the others.
+                assert self.state.layout is not None
+                dtype = self.state.layout.dtype
                 self.decode_calls += len(part.sides())
-                if skipped:  # the rows that were not forgotten are decoded with the others
-                    assert self.state.layout is not None
-                    dtype = self.state.layout.dtype
-                    keys, values = (decoded(side, dtype) for side in (keys, values))
+                keys, values = (decoded(side, dtype) for side in (keys, values))
             if skipped:
                 assert isinstance(keys, Tensor) and isinstance(values, Tensor)
                 keys, values = keys[:, :, skipped:], values[:, :, skipped:]
-            yield keys, values, noise
+            yield Held(keys, values, noise, isinstance(part, PackedChunk))
 
     def _noise(self, part: Chunk | Rows, skipped: int) -> tuple[ScoreNoise, ...]:
         """The noise to correct in rows of which the first ``skipped`` were forgotten."""
@@ -442,20 +463,48 @@ class LayerCache:
         rows = torch.empty(part.keys.shape[:3], device="meta").unsqueeze(3)
         return sliced(Segment(rows, rows, noise), skipped, part.tokens).noise
 
-    def _noise_of_all(self) -> list[tuple[ScoreNoise, ...]] | None:
+    def _noise_of_all(
+        self, visible: Sequence[tuple[Chunk | Rows, int]]
+    ) -> list[tuple[ScoreNoise, ...]] | None:
         """Noise of every visible part, kept while the parts are; None where it cannot be kept."""
-        layout, visible = self.state.layout, self._visible()
+        layout = self.state.layout
         if self.coding.correction is None or layout is None:
             return [()] * len(visible)
         if self._kept_noise is None:
-            capturing = layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            rows = [(part.tokens - gone, self._noise(part, gone)) for part, gone in visible]
-            if capturing:  # the graph's own memory must not be kept
-                return [noise for _, noise in rows]
-            shape = (layout.batch, layout.kv_heads, layout.key_dim)
-            self._kept_noise = keep_noise(rows, shape=shape, dtype=layout.dtype) or (None, [])
+            if layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # the graph's own memory must not be kept
+                return [self._noise(part, gone) for part, gone in visible]
+            self._kept_noise = self._history(visible, layout) or (None, [])
         history, kept = self._kept_noise
         return None if history is None else kept
+
+    def _history(
+        self, visible: Sequence[tuple[Chunk | Rows, int]], layout: Layout
+    ) -> tuple[History, list[tuple[ScoreNoise, ...]]] | None:
+        """Of all visible parts; None where there is no noise, or some that cannot be kept."""
+        shape = (layout.batch, layout.kv_heads, layout.key_dim)
+        rows = []
+        for part, gone in visible:
+            columns = self._columns_of(part, layout)
+            if columns is None:
+                self._columns.clear()
+                return None
+            rows.append((part.tokens - gone, columns.after(gone)))
+        return history_from(rows, shape=shape)
+
+    def _columns_of(self, part: Chunk | Rows, layout: Layout) -> ChunkColumns | None:
+        """Made once for each packed chunk; None where its noise cannot be kept."""
+        if not isinstance(part, PackedChunk) or isinstance(part.keys, Tensor):
+            return ChunkColumns()
+        columns = self._columns.get(part)
+        if columns is None:
+            shape = (layout.batch, layout.kv_heads, layout.key_dim)
+            columns = chunk_columns(
+                self._noise(part, 0), tokens=part.tokens, shape=shape, dtype=layout.dtype
+            )
+            if columns is not None:
+                self._columns[part] = columns
+        return columns
 
     def _value_peak(self) -> Tensor:
         """The largest magnitudes ``[B, Hkv]`` of all committed values."""

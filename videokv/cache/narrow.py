@@ -9,12 +9,10 @@ with rounded values and weights alone).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from videokv.cache.rows import SPARE_CHANNELS, Held, Placed, decoding_of
+from videokv.cache.rows import SPARE_CHANNELS, Past, decoding_of
 from videokv.kernels.copy_rows import copy_rows
 from videokv.kernels.reconstruct import saturated
 from videokv.kernels.reconstruct.decoding import VALUES, Decoding
@@ -26,12 +24,13 @@ SMALLEST_PEAK = 1e-30  # below it a scale, or one over it, would leave float32's
 
 
 class NarrowBuffer:
-    """Rows for ``tokens`` cached tokens of heads like those of ``current``.
+    """Rows of a past of heads like those of ``current``.
 
-    peak: largest magnitudes of all those values, ``[B, Hkv]``.
+    peak: largest magnitudes of all its values, ``[B, Hkv]``.
     """
 
-    def __init__(self, current: Segment, *, tokens: int, peak: Tensor) -> None:
+    def __init__(self, past: Past, current: Segment, *, peak: Tensor) -> None:
+        self._past, tokens = past, past.tokens
         keys, values = current.keys, current.values
         batch, heads, _, size = keys.shape
         room = -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
@@ -41,29 +40,23 @@ class NarrowBuffer:
         self.value_scale = torch.where(peak > SMALLEST_PEAK, peak.float() / E4M3_MAX, 1.0)
         self._factor = (1 / self.value_scale)[..., None, None]
 
-    def fill(
-        self, held: Sequence[Held], decoding: Decoding | None
-    ) -> tuple[list[Segment], Decoding]:
-        """See ``RowBuffer.fill``."""
-        placed = Placed.of(held, self._keys, self._values)
-        decoding = decoding_of(decoding, placed.packed)
+    def fill(self, decoding: Decoding | None) -> tuple[list[Segment], Decoding]:
+        """See ``RowBuffer.fill``; without the current rows."""
+        past = self._past
+        decoding = decoding_of(decoding, past.packed)
         decoding.write(self._keys, self._values, value_factor=self._factor)
+        keys, values = (x.split(past.lengths, 2) for x in (self._keys, self._values))
         dense_keys = []
-        for dense, side, number in placed.dense:
+        for dense, side, number in past.dense:
             if side == VALUES:
-                placed.values[number].copy_(saturated(dense.float() * self._factor, E4M3))
+                values[number].copy_(saturated(dense.float() * self._factor, E4M3))
             else:
-                dense_keys.append((dense, placed.keys[number]))
+                dense_keys.append((dense, keys[number]))
         copy_rows(dense_keys)
+        parts = zip(keys, values, past.noise, past.marks, strict=True)
         segments = [
-            Segment(
-                keys,
-                values,
-                noise=tuple(noise),
-                spare=SPARE_CHANNELS,
-                value_scale=self.value_scale,
-            )
-            for (_, _, noise), keys, values in zip(held, placed.keys, placed.values, strict=True)
+            Segment(k, v, noise, SPARE_CHANNELS, None, self.value_scale, packed)
+            for k, v, noise, packed in parts
         ]
         return segments, decoding
 

@@ -15,14 +15,23 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.copy_rows import copy_rows
-from videokv.kernels.reconstruct.decoding import Decoding, Source
+from videokv.kernels.reconstruct.decoding import KEYS, VALUES, Decoding, Source
+from videokv.noise import ScoreNoise
 from videokv.protocols import Packed, Segment
 
 # Channels after each key that a backend may write columns of a correction into.
 SPARE_CHANNELS = 16
 
-Held = tuple[Packed | Tensor, Packed | Tensor, Sequence]
-"""Packed or dense keys and values, and the keys' noise."""
+Noise = tuple[ScoreNoise, ...]
+
+
+class Held(NamedTuple):
+    """Packed or dense keys and values of a part, the keys' noise, and whether it was packed."""
+
+    keys: Packed | Tensor
+    values: Packed | Tensor
+    noise: Noise = ()
+    packed: bool = False
 
 
 class Dense(NamedTuple):
@@ -33,64 +42,79 @@ class Dense(NamedTuple):
     number: int
 
 
-class Placed(NamedTuple):
-    """Views of a buffer, one for each part, and what of the parts is packed or dense."""
+class Past(NamedTuple):
+    """Parts one after the other, the same for all reads until the committed rows change.
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    packed: list[Source]
-    dense: list[Dense]
+    lengths, noise, marks: tokens and noise of each part, and whether it was packed. packed, dense:
+    what of the parts has to be decoded, and what copied.
+    """
+
+    lengths: tuple[int, ...]
+    noise: tuple[Noise, ...]
+    marks: tuple[bool, ...]
+    packed: tuple[Source, ...]
+    dense: tuple[Dense, ...]
+    tokens: int
 
     @classmethod
-    def of(cls, held: Sequence[Held], keys: Tensor, values: Tensor) -> Placed:
-        """Parts one after the other in rows of keys and values, which they fill."""
-        lengths = [part_keys.shape[2] for part_keys, _, _ in held]
+    def of(cls, held: Sequence[Held]) -> Past:
+        """From its parts, in order."""
+        lengths = tuple(part.keys.shape[2] for part in held)
         packed: list[Source] = []
         dense: list[Dense] = []
         row = 0
-        for number, ((*sides, _), tokens) in enumerate(zip(held, lengths, strict=True)):
-            for side, what in enumerate(sides):
+        for number, (part, tokens) in enumerate(zip(held, lengths, strict=True)):
+            for side, what in ((KEYS, part.keys), (VALUES, part.values)):
                 if isinstance(what, Tensor):
                     dense.append(Dense(what, side, number))
                 else:
                     packed.append(Source(what, side, row))
             row += tokens
-        return cls(keys.split(lengths, 2), values.split(lengths, 2), packed, dense)
+        noise, marks = tuple(part.noise for part in held), tuple(part.packed for part in held)
+        return cls(lengths, noise, marks, tuple(packed), tuple(dense), row)
 
 
 class RowBuffer:
-    """Rows of heads like those of ``current``.
+    """Rows of a past and of ``current`` behind them.
 
     spare: channels after each key that belong to nobody (see ``Segment.spare``).
     """
 
-    def __init__(self, current: Segment, *, tokens: int, spare: int) -> None:
+    def __init__(self, past: Past, current: Segment, *, spare: int) -> None:
         keys, values = current.keys, current.values
-        batch, heads, _, size = keys.shape
+        batch, heads, own, size = keys.shape
+        tokens = past.tokens + own
         self.spare = spare
-        self._keys = keys.new_empty(batch, heads, tokens, size + spare)[..., :size]
+        self._past, self._current = past, current
+        wide = keys.new_empty(batch, heads, tokens, size + spare)
+        self._keys = wide[..., :size] if spare else wide
         self._values = values.new_empty(batch, heads, tokens, values.shape[3])
 
-    def fill(
-        self, held: Sequence[Held], decoding: Decoding | None
-    ) -> tuple[list[Segment], Decoding]:
-        """Write all parts; their segments, and what makes the next read of the same chunks cheap.
+    def fill(self, decoding: Decoding | None) -> tuple[list[Segment], Decoding]:
+        """Write all rows; the segments of the past and the current one, and what makes the next
+        read of the same chunks cheap.
 
-        held: parts whose tokens are those of the buffer. decoding: of the read before.
+        decoding: of the read before.
         """
-        placed = Placed.of(held, self._keys, self._values)
-        decoding = decoding_of(decoding, placed.packed)
+        past, current = self._past, self._current
+        decoding = decoding_of(decoding, past.packed)
         decoding.write(self._keys, self._values)
-        rows = (placed.keys, placed.values)
-        copy_rows([(dense, rows[side][number]) for dense, side, number in placed.dense])
+        lengths = (*past.lengths, current.keys.shape[2])
+        keys = torch.split_with_sizes(self._keys, lengths, 2)
+        values = torch.split_with_sizes(self._values, lengths, 2)
+        copies = [(rows, (values if side else keys)[number]) for rows, side, number in past.dense]
+        copy_rows([*copies, (current.keys, keys[-1]), (current.values, values[-1])])
+        spare = self.spare
+        # All but the last, which has neither noise nor a mark.
         segments = [
-            Segment(keys, values, noise=tuple(noise), spare=self.spare)
-            for (_, _, noise), keys, values in zip(held, *rows, strict=True)
+            Segment(k, v, noise, spare, None, None, packed)
+            for k, v, noise, packed in zip(keys, values, past.noise, past.marks, strict=False)
         ]
+        segments.append(Segment(keys[-1], values[-1], (), spare))
         return segments, decoding
 
 
-def decoding_of(decoding: Decoding | None, packed: Sequence[Source]) -> Decoding:
+def decoding_of(decoding: Decoding | None, packed: tuple[Source, ...]) -> Decoding:
     """The one at hand where it is of these very chunks, else a new one."""
     return decoding if decoding is not None and decoding.serves(packed) else Decoding(packed)
 

@@ -12,9 +12,13 @@ Decoders = dict[int, Callable[[], Segment]]
 
 def segment_bytes(segment: Segment) -> int:
     """Bytes of a decoded chunk: keys, values and the weights of its noise."""
-    weights = sum(term.weights.nbytes for term in segment.noise)
-    spare = segment.spare * segment.keys[..., 0].nbytes
-    return segment.keys.nbytes + spare + segment.values.nbytes + weights
+    keys, values = segment.keys, segment.values
+    found = keys.nbytes + values.nbytes
+    if segment.spare:
+        found += segment.spare * keys.nbytes // keys.shape[3]
+    for term in segment.noise:
+        found += term.weights.nbytes
+    return found
 
 
 class Workspace:

@@ -64,7 +64,8 @@ class Calibrated:
             raise ValueError(
                 "correction 'calibrated' needs the factors of its fit; commit the chunk with it"
             )
-        return tuple(term.scaled(factors[:, :, None, None]) for term in terms)
+        factor = factors[:, :, None, None]
+        return tuple(term.scaled(factor) for term in terms)
 
 
 def _columns(

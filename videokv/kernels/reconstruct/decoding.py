@@ -2,14 +2,16 @@
 
 What a launch reads of the chunks lies in a table on the device (``plan.Batch``). It depends on the
 chunks alone, so that a read after the first copies nothing from the host: keep a ``Decoding`` as
-long as the chunks stay. A CUDA graph that was captured with it follows the table's addresses: it
-must not be replayed once the chunks are gone.
+long as the chunks stay. What was found out about a chunk serves the next one too. A CUDA graph that
+was captured with it follows the table's addresses: it must not be replayed once the chunks are
+gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -48,9 +50,12 @@ class Decoding:
 
     def serves(self, sources: Sequence[Source]) -> bool:
         """Whether these are the very chunks, in the same rows."""
-        return len(sources) == len(self.sources) and all(
-            a.chunk is b.chunk and a.side == b.side and a.row == b.row
-            for a, b in zip(self.sources, sources, strict=True)
+        return sources is self.sources or (
+            len(sources) == len(self.sources)
+            and all(
+                a.chunk is b.chunk and a.side == b.side and a.row == b.row
+                for a, b in zip(self.sources, sources, strict=True)
+            )
         )
 
     def write(self, keys: Tensor, values: Tensor, *, value_factor: Tensor | None = None) -> None:
@@ -86,29 +91,52 @@ class Decoding:
         return ready
 
     def _grouped(self, outputs: Sequence[Tensor], kinds: Sequence[tuple]) -> _Ready:
-        from videokv.kernels.reconstruct import triton
-        from videokv.kernels.reconstruct.plan import Batch, Job
+        from videokv.kernels.reconstruct import plan as plans
 
         device, together = outputs[0].device, kinds[KEYS] == kinds[VALUES]
-        groups: dict[Hashable, list[tuple[Source, Job, Any]]] = {}
+        groups: dict[Hashable, list[plans.Job]] = {}
         rest: list[Source] = []
+        dtypes = [out.dtype for out in outputs]
         for source in self.sources:
-            dtype = outputs[source.side].dtype
-            parts = package.inner_parts(source.chunk)
-            if parts is None or _refusal(parts, dtype, device) is not None:
+            chunk, side, row = source
+            found = _planned(chunk, dtypes[side], device)
+            if found is None:
                 rest.append(source)
                 continue
-            plan = triton.planned(parts, dtype, device)
-            side = -1 if together else source.side  # of a batch that writes to both
-            key = (side, parts.shape[:2], plan.key())
-            job = Job(parts, source.side, source.row)
-            groups.setdefault(key, []).append((source, job, plan))
-        batches: list[tuple[Any, int]] = []
+            plan, shape = found
+            # -1: of a batch that writes to both
+            key = (-1 if together else side, plan.kind, shape[0], shape[1])
+            groups.setdefault(key, []).append(plans.Job(plan, shape, side, row))
+        sides, jobs = [], []
         for (side, *_), members in groups.items():  # type: ignore[misc]
             for first in range(0, len(members), _LARGEST_GRID):
-                _, jobs, plans = zip(*members[first : first + _LARGEST_GRID], strict=True)
-                batches.append((Batch(jobs, plans, device), side))
-        return _Ready(batches, rest)
+                sides.append(side)
+                jobs.append(members[first : first + _LARGEST_GRID])
+        made = plans.batches(jobs, device) if jobs else []
+        return _Ready(list(zip(made, sides, strict=True)), rest)
+
+
+_Planned = tuple[Any, tuple[int, int, int, int]]  # ``plan.Plan``, and the chunk's shape
+# Kept as long as the chunk. They may hold what only a kernel needs.
+_plans: WeakKeyDictionary[Any, dict[torch.dtype, _Planned]] = WeakKeyDictionary()
+
+
+def _planned(chunk: Packed, dtype: torch.dtype, device: torch.device) -> _Planned | None:
+    """How a chunk is decoded among others, None where chunks of its format are not."""
+    lasting = type(chunk).__hash__ is object.__hash__
+    kept = _plans.get(chunk) if lasting else None
+    found = None if kept is None else kept.get(dtype)
+    if found is not None:
+        return found
+    parts = package.inner_parts(chunk)
+    if parts is None or _refusal(parts, dtype, device) is not None:
+        return None
+    from videokv.kernels.reconstruct import triton
+
+    found = (triton.planned(parts, dtype, device), parts.shape)
+    if lasting:
+        _plans.setdefault(chunk, {})[dtype] = found
+    return found
 
 
 def _outputs(outputs: tuple[Tensor, Tensor], side: int) -> tuple[Tensor, Tensor]:
@@ -131,20 +159,21 @@ def _refusal(parts: Parts, dtype: torch.dtype, device: torch.device) -> str | No
 def _self_check(parts: Parts, dtype: torch.dtype) -> str | None:
     """A corner of the chunk twice in a batch, into rows of two buffers."""
     from videokv.kernels.reconstruct import triton
-    from videokv.kernels.reconstruct.plan import Batch, Job
+    from videokv.kernels.reconstruct.plan import Job, batches
 
     small = parts.corner(package.SMALL)
-    batch, heads, tokens, size = small.shape
+    rows, heads, tokens, size = small.shape
     device = small.codes.device
     want = torch.empty(small.shape, device=device, dtype=dtype)
     reference.reconstruct(small, want, factor=None)
     outputs = [
-        torch.full((batch, heads, tokens + 1, size), torch.nan, device=device).to(dtype)
+        torch.full((rows, heads, tokens + 1, size), torch.nan, device=device).to(dtype)
         for _ in (KEYS, VALUES)
     ]
     plan = triton.planned(small, dtype, device)
-    jobs = [Job(small, side, side) for side in (KEYS, VALUES)]
-    Batch(jobs, [plan, plan], device).launch(outputs[KEYS], outputs[VALUES], None)
+    jobs = [Job(plan, small.shape, side, side) for side in (KEYS, VALUES)]
+    (batch,) = batches([jobs], device)
+    batch.launch(outputs[KEYS], outputs[VALUES], None)
     got = torch.stack([out[:, :, side : side + tokens] for side, out in enumerate(outputs)])
     return disagreement(
         got.float(), want.float().expand(got.shape), tolerance=package.TOLERANCE[dtype]

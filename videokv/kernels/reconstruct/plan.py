@@ -7,6 +7,7 @@ once; the outputs are plain arguments. Import only where Triton is there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.blocks import as_bytes, row_alignment
-from videokv.kernels.reconstruct.parts import Parts
 
 WIDEST_LOAD_BYTES = 16
 _HEADER = 3  # numbers of a row before those of ``Plan.stored``
@@ -51,10 +51,13 @@ class Plan:
     types: dict[str, Any]
     narrow: frozenset[int]
 
-    def key(self) -> Hashable:
+    @functools.cached_property
+    def kind(self) -> int:
         """Equal for plans that one launch can serve."""
-        return (self.many, self.aligned(), *self.types.values(), *self.options.items())
+        key = (self.many, self.aligned, *self.types.values(), *self.options.items())
+        return _kinds.setdefault(key, len(_kinds))
 
+    @functools.cached_property
     def aligned(self) -> bool:
         """Whether every tensor that is read widely begins where the widest load may."""
         return all(
@@ -63,40 +66,64 @@ class Plan:
             if isinstance(x, Tensor) and place not in self.narrow
         )
 
+    @functools.cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """``stored`` as a table has it."""
+        return tuple(_number(x) for x in self.stored)
+
+
+_kinds: dict[Hashable, int] = {}
+
 
 class Job(NamedTuple):
-    """Parts into the rows from ``row`` of output 0 or 1."""
+    """A chunk of ``shape`` (B, H, T, D) into the rows from ``row`` of output 0 or 1."""
 
-    parts: Parts
+    plan: Plan
+    shape: tuple[int, int, int, int]
     side: int
     row: int
 
 
 class Batch:
-    """Chunks with equal keys of their plans and equal batch rows and heads.
+    """Chunks of one kind of plans, with equal batch rows and heads; see ``batches``.
 
     It holds the tensors that its table points to.
     """
 
-    def __init__(self, jobs: Sequence[Job], plans: Sequence[Plan], device: torch.device) -> None:
-        self.plan = plans[0]
-        self.aligned = self.plan.aligned()
-        self.batch, self.heads = jobs[0].parts.shape[:2]
-        lengths = [job.parts.tokens for job in jobs]
+    def __init__(self, jobs: Sequence[Job], table: Tensor) -> None:
+        self.plan = plan = jobs[0].plan
+        self.aligned = plan.aligned
+        self.batch, self.heads, *_ = jobs[0].shape
+        lengths = [job.shape[2] for job in jobs]
         self.longest_tokens = max(lengths)
-        self.blocks = sum(-(-tokens // self.plan.rows) for tokens in lengths)
+        self.blocks = sum(-(-tokens // plan.rows) for tokens in lengths)
         self.count = len(jobs)
-        self._held = [plan.stored for plan in plans]
-        numbers = [
-            [job.parts.tokens, job.row, job.side, *(_number(x) for x in plan.stored)]
-            for job, plan in zip(jobs, plans, strict=True)
-        ]
-        self.table = _uploaded(numbers, device)
+        self._held = [job.plan.stored for job in jobs]
+        self.table = table
 
     def launch(self, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
         """Write all rows. a, b: the outputs ``[B, H, rows, D]`` of jobs of side 0 and 1, of one
         dtype and with equal strides of their channels; factor as ``reconstruct`` takes it."""
         self.plan.many(self, a, b, factor)
+
+
+def batches(groups: Sequence[Sequence[Job]], device: torch.device) -> list[Batch]:
+    """A batch for each group of jobs; one copy to the device for all tables."""
+    numbers: list[int] = []
+    spans = []
+    for jobs in groups:
+        first = len(numbers)
+        for plan, shape, side, row in jobs:
+            numbers += (shape[2], row, side)
+            numbers += plan.numbers
+        spans.append((first, len(numbers)))
+        # Kernels are compiled for tables that begin at 16 bytes.
+        numbers += [0] * (len(numbers) % 2)
+    table = _uploaded(numbers, device)
+    return [
+        Batch(jobs, table[first:last].view(len(jobs), -1))
+        for jobs, (first, last) in zip(groups, spans, strict=True)
+    ]
 
 
 def many_arguments(
@@ -151,7 +178,7 @@ def _number(stored: Tensor | int | None) -> int:
     return 0 if stored is None else stored
 
 
-def _uploaded(numbers: list[list[int]], device: torch.device) -> Tensor:
+def _uploaded(numbers: list[int], device: torch.device) -> Tensor:
     """On the device without waiting for it."""
     table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)

@@ -112,10 +112,10 @@ def launch_many(batch: Batch, a: Tensor, b: Tensor, factor: Tensor | None) -> No
 
 
 def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
-    """See ``plan.Plan``; of the kernel that takes these parts."""
+    """See ``plan.Plan``; of the kernel that takes these parts, made anew."""
     if parts.centres is not None:
         return triton_unbiased.planned(parts, dtype, device)
-    return _planned(parts, dtype, device)
+    return _plan(parts, dtype, device)
 
 
 _plans: weakref.WeakKeyDictionary[Parts, dict[Hashable, Plan]] = weakref.WeakKeyDictionary()

@@ -5,7 +5,7 @@
 phi of a map is the sum over each group of channels of the 2nd or 4th power of the query, projected
 off the map's basis and rotated where it says so (``noise.QueryMap``). In PyTorch steps that is some
 float32 tensors of the query's size for every map; the kernel keeps all of them in registers. omega
-of a cache's chunks is made once and kept between commits (``history.py``).
+of a cache's chunk is made once and kept as long as the chunk (``history.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from videokv.kernels.gpu import (
 )
 from videokv.kernels.score_columns import reference
 from videokv.kernels.score_columns.history import (
+    ChunkColumns,
     HistoryCall,
+    chunk_columns,
     first_fit,
+    history_from,
     history_of,
     keep_noise,
     stacked_bases,
@@ -37,11 +40,14 @@ from videokv.noise import QueryMap
 from videokv.rotation import Rotation
 
 __all__ = [
+    "ChunkColumns",
     "HistoryCall",
     "KeyBlock",
     "Placement",
+    "chunk_columns",
     "fill_key_columns",
     "first_fit",
+    "history_from",
     "history_of",
     "keep_noise",
     "kernel_refusal",
@@ -117,12 +123,12 @@ def place_key_columns(out: Tensor, placement: Placement) -> None:
 
 
 def _placing_refusal(out: Tensor, placement: Placement) -> str | None:
-    if out.dtype == torch.float64 or out.stride(3) != 1:
+    if torch.float64 in (out.dtype, placement.dtype) or out.stride(3) != 1:
         return "columns that lie side by side, not in float64"
     refusal = machine_refusal(out.device)
     if refusal is not None:
         return refusal
-    config = (out.dtype, out.shape[3], placement.weights.dtype)
+    config = (out.dtype, out.shape[3], placement.dtype)
     return checked_refusal(
         "history_columns", config, out.device, lambda: _check_placing(out, placement)
     )

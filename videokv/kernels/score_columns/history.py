@@ -1,9 +1,9 @@
-"""The noise of a whole history, made once: packed chunks do not change between commits.
+"""The noise of a whole history, made once: packed chunks do not change.
 
-The weights of all chunks lie side by side in one tensor in the dtype of the columns, each chunk's
-own columns alone: T rows of F columns, not of the columns of all maps. What else a read needs
-(which maps share a kernel call, their bases in one tensor, where each weight goes) is made at the
-first read and kept with it.
+What a chunk's noise comes to (``ChunkColumns``) is kept as long as the chunk, in the dtype of the
+columns and with its own columns alone: a commit makes those of its new chunks. What else a read
+needs (which maps share a kernel call, their bases in one tensor, where each weight goes) is made at
+the first read after a commit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,30 @@ WIDEST_SHARE = 8  # kept weights of a row take at most the bytes of 1/8 of its k
 
 
 @dataclass(frozen=True, eq=False)
+class ChunkColumns:
+    """Weights ``[B, Hkv, T, F]`` of a chunk's maps side by side; without noise None."""
+
+    weights: Tensor | None = None
+    maps: tuple[QueryMap, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, those of forgotten rows included."""
+        return 0 if self.weights is None else self.weights.untyped_storage().nbytes()
+
+    def after(self, rows: int) -> ChunkColumns:
+        """Without the first ``rows``, which were forgotten; a view."""
+        if self.weights is None or not rows:
+            return self
+        return ChunkColumns(self.weights[:, :, rows:], self.maps)
+
+
+@dataclass(frozen=True, eq=False)
 class HistoryRows:
-    """tokens: rows of a segment. first: row of the weights, -1 without noise. maps: its own."""
+    """tokens: rows of a segment. weights, maps: its own; no weights without noise."""
 
     tokens: int
-    first: int = -1
+    weights: Tensor | None = None
     maps: tuple[QueryMap, ...] = ()
 
 
@@ -46,18 +65,28 @@ class HistoryCall:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """weights ``[B, Hkv, R, F]`` of all chunks with noise; rows: of every segment, in order."""
+    """rows: of every segment, in order, some with noise. shape: (B, Hkv, D) of the keys."""
 
-    weights: Tensor
     rows: tuple[HistoryRows, ...]
-    head_dim: int
+    shape: tuple[int, int, int]
+    weight_bytes: int
     _calls: dict[int, tuple[HistoryCall, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes held between reads."""
         calls = {id(c.bases): c.bases for made in self._calls.values() for c in made}
-        return self.weights.nbytes + sum(b.nbytes for b in calls.values() if b is not None)
+        return self.weight_bytes + sum(b.nbytes for b in calls.values() if b is not None)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a key."""
+        return self.shape[2]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the weights are on a GPU."""
+        return next(r.weights.is_cuda for r in self.rows if r.weights is not None)
 
     def calls(self, *, budget: int) -> tuple[HistoryCall, ...] | None:
         """Kernel calls of at most ``budget`` columns (see ``first_fit``), made at the first read.
@@ -66,7 +95,7 @@ class History:
         memory must not be kept.
         """
         if budget not in self._calls:
-            if self.weights.is_cuda and torch.cuda.is_current_stream_capturing():
+            if self.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
             fits = first_fit([r.maps for r in self.rows], head_dim=self.head_dim, budget=budget)
             self._calls[budget] = tuple(self._call(*fit) for fit in fits)
@@ -77,13 +106,14 @@ class History:
         for query_map in maps:
             starts[id(query_map)] = columns
             columns += self.head_dim // query_map.group_size
-        parts = tuple(self._part(self.rows[number], starts) for number in numbers)
-        batch, heads = self.weights.shape[:2]
+        rows = [self.rows[number] for number in numbers]
+        parts = tuple(self._part(each, starts) for each in rows)
+        batch, heads, _ = self.shape
         return HistoryCall(
             numbers,
             maps,
             stacked_bases(maps, batch=batch, heads=heads),
-            Placement.of(self.weights, parts, columns=columns),
+            Placement.of([each.weights for each in rows], parts, columns=columns),
         )
 
     def _part(self, rows: HistoryRows, starts: dict[int, int]) -> Part:
@@ -92,7 +122,7 @@ class History:
             count = self.head_dim // query_map.group_size
             blocks.append((starts[id(query_map)], origin, count))
             origin += count
-        return Part(rows.tokens, rows.first, tuple(blocks))
+        return Part(rows.tokens, tuple(blocks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,65 +141,94 @@ def keep_noise(
 ) -> tuple[History, list[tuple[ScoreNoise, ...]]] | None:
     """The history of segments in order, and the noise of each with its weights there.
 
-    rows: tokens and noise of each segment. shape: (B, Hkv, D) of the keys. dtype: of the keys;
-    weights are kept in it, float16 ones in float32 (its range does not hold them).
+    rows: tokens and noise of each segment. shape: (B, Hkv, D) of the keys. dtype: of the keys.
 
-    None where there is nothing to keep: no noise, an exact correction, or weights (a column for
-    every channel) that would take more than 1/8 of the bytes of dense keys.
+    None where there is nothing to keep: no noise, or noise that ``chunk_columns`` does not keep.
     """
+    made = []
+    for tokens, noise in rows:
+        columns = chunk_columns(noise, tokens=tokens, shape=shape, dtype=dtype)
+        if columns is None:
+            return None
+        made.append((tokens, columns))
+    return history_from(made, shape=shape)
+
+
+def chunk_columns(
+    noise: Sequence[ScoreNoise],
+    *,
+    tokens: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> ChunkColumns | None:
+    """What is kept of a chunk's noise. shape: (B, Hkv, D) of the keys. dtype: of the keys; weights
+    are kept in it, float16 ones in float32 (its range does not hold them).
+
+    None for an exact correction, and for weights (a column for every channel) that would take more
+    than 1/8 of the bytes of dense keys.
+    """
+    if not noise:
+        return ChunkColumns()
     batch, heads, size = shape
     held = torch.float32 if dtype == torch.float16 else dtype
-    maps: list[QueryMap] = []
-    found = [_by_map(noise, maps) for _, noise in rows]
-    widest = max((sum(size // m.group_size for m, _ in terms) for terms in found), default=0)
-    if widest == 0 or any(term.exact for _, noise in rows for term in noise):
+    terms = _by_map(noise)
+    counts = [size // query_map.group_size for query_map, _ in terms]
+    if any(term.exact for term in noise):
         return None
-    if widest * held.itemsize * WIDEST_SHARE > size * dtype.itemsize:
+    if sum(counts) * held.itemsize * WIDEST_SHARE > size * dtype.itemsize:
         return None
-    first = next(term.weights for _, noise in rows for term in noise)
-    noisy = sum(tokens for (tokens, _), terms in zip(rows, found, strict=True) if terms)
-    weights = first.new_zeros(batch, heads, noisy, widest, dtype=held)
-    parts, start = [], 0
-    for (tokens, _), terms in zip(rows, found, strict=True):
-        own = tuple(m for m, _ in terms)
-        parts.append(HistoryRows(tokens, start if terms else -1, own))
-        start += tokens if terms else 0
-    history = History(weights, tuple(parts), size)
-    kept = [_written(history, number, terms) for number, terms in enumerate(found)]
-    return history, kept
-
-
-def _by_map(
-    noise: Sequence[ScoreNoise], maps: list[QueryMap]
-) -> list[tuple[QueryMap, list[Tensor]]]:
-    """The weights for each distinct map, which is looked up in ``maps`` or joins them."""
-    found: list[tuple[QueryMap, list[Tensor]]] = []
-    for term in noise:
-        own = next((m for m in maps if m.same_as(term.query_map)), None)
-        if own is None:
-            own = term.query_map
-            maps.append(own)
-        same = next((weights for m, weights in found if m is own), None)
-        if same is None:
-            found.append((own, [term.weights]))
-        else:
-            same.append(term.weights)
-    return found
-
-
-def _written(
-    history: History, number: int, terms: Sequence[tuple[QueryMap, list[Tensor]]]
-) -> tuple[ScoreNoise, ...]:
-    rows = history.rows[number]
-    kept, column = [], 0
-    for query_map, parts in terms:
-        count = history.head_dim // query_map.group_size
-        place = history.weights[:, :, rows.first : rows.first + rows.tokens]
-        place = place[..., column : column + count]
+    weights = noise[0].weights.new_empty(batch, heads, tokens, sum(counts), dtype=held)
+    places = (weights,) if len(counts) == 1 else weights.split(counts, 3)
+    for place, (_, parts) in zip(places, terms, strict=True):
         place.copy_(sum(parts[1:], parts[0]))
-        kept.append(HistoryNoise(place, query_map, False, history, number))
-        column += count
-    return tuple(kept)
+    return ChunkColumns(weights, tuple(query_map for query_map, _ in terms))
+
+
+def history_from(
+    segments: Sequence[tuple[int, ChunkColumns]], *, shape: tuple[int, int, int]
+) -> tuple[History, list[tuple[ScoreNoise, ...]]] | None:
+    """See ``keep_noise``; segments: tokens and columns of each. None without any noise."""
+    maps: list[QueryMap] = []
+    rows = []
+    for tokens, columns in segments:
+        own = tuple(_known(query_map, maps) for query_map in columns.maps)
+        rows.append(HistoryRows(tokens, columns.weights, own))
+    if not maps:
+        return None
+    history = History(tuple(rows), shape, sum(columns.nbytes for _, columns in segments))
+    return history, [_noise(history, number) for number in range(len(rows))]
+
+
+def _known(query_map: QueryMap, maps: list[QueryMap]) -> QueryMap:
+    """The one of ``maps`` that gives the same features, or this one, which joins them."""
+    for held in maps:
+        if held is query_map or held.same_as(query_map):
+            return held
+    maps.append(query_map)
+    return query_map
+
+
+def _by_map(noise: Sequence[ScoreNoise]) -> list[tuple[QueryMap, list[Tensor]]]:
+    """The weights for each distinct map."""
+    maps: list[QueryMap] = []
+    found: dict[int, list[Tensor]] = {}
+    for term in noise:
+        own = _known(term.query_map, maps)
+        found.setdefault(id(own), []).append(term.weights)
+    return [(own, found[id(own)]) for own in maps]
+
+
+def _noise(history: History, number: int) -> tuple[ScoreNoise, ...]:
+    """Of a segment, views of its weights."""
+    rows = history.rows[number]
+    if rows.weights is None:
+        return ()
+    counts = [history.head_dim // query_map.group_size for query_map in rows.maps]
+    places = (rows.weights,) if len(counts) == 1 else rows.weights.split(counts, 3)
+    return tuple(
+        HistoryNoise(place, query_map, False, history, number)
+        for place, query_map in zip(places, rows.maps, strict=True)
+    )
 
 
 def history_of(rows: Sequence[tuple[int, tuple[ScoreNoise, ...]]]) -> History | None:
@@ -238,4 +297,4 @@ def stacked_bases(maps: Sequence[QueryMap], *, batch: int, heads: int) -> Tensor
         else b
         for b in held
     ]
-    return torch.stack(padded).mT.contiguous()
+    return torch.stack([b.mT for b in padded]).contiguous()

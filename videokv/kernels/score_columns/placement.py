@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,33 +16,47 @@ TOKENS = 128  # rows that a program of the kernel writes
 class Part:
     """Rows one after the other whose weights go to the same columns.
 
-    tokens: their number. first: row of ``Placement.weights`` of the first of them, -1 for rows
-    without noise. blocks: (first column, first column of the weights, columns) of each block.
+    tokens: their number. blocks: (first column, first column of the weights, columns) of each
+    block; none for rows without noise.
     """
 
     tokens: int
-    first: int = -1
     blocks: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """weights ``[B, Hkv, R, F]``, F side by side; the parts; columns that all of them need.
+    """The parts, their weights ``[B, Hkv, T, F]`` (F side by side, heads of all batch rows equally
+    far apart) or None, all of one dtype; columns that all of them need.
 
-    tiles int32 ``[n, 4]``: first row, rows, row of the weights and part of each program. origins
+    tiles int32 ``[n, 4]``: first row, rows, row within its part and part of each program. origins
     int32 ``[parts, columns]``: the column of the weights that goes to each column, -1 for none.
+    places int64 ``[parts, 3]``: address of each part's weights (0 for none), strides of their heads
+    and tokens. A CUDA graph follows the addresses: it must not outlive the placement.
     """
 
-    weights: Tensor
+    weights: tuple[Tensor | None, ...]
     parts: tuple[Part, ...]
     columns: int
+    dtype: torch.dtype
     tiles: Tensor
     origins: Tensor
+    places: Tensor
 
     @classmethod
-    def of(cls, weights: Tensor, parts: tuple[Part, ...], *, columns: int) -> Placement:
+    def of(
+        cls, weights: Sequence[Tensor | None], parts: tuple[Part, ...], *, columns: int
+    ) -> Placement:
         """With its tables, on the device of the weights (nothing synchronises)."""
-        return cls(weights, parts, columns, *_tables(parts, columns, weights.device))
+        held = tuple(None if w is None else _evenly_spaced(w) for w in weights)
+        first = next(w for w in held if w is not None)
+        numbers: list[int] = []
+        for w in held:
+            numbers += (0, 0, 0) if w is None else (w.data_ptr(), w.stride(1), w.stride(2))
+        device = first.device
+        table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+        places = table.to(device, non_blocking=True).view(-1, 3)
+        return cls(held, parts, columns, first.dtype, *_tables(parts, columns, device), places)
 
     @property
     def tokens(self) -> int:
@@ -57,7 +72,7 @@ def _tables(parts: tuple[Part, ...], columns: int, device: torch.device) -> tupl
     for number, part in enumerate(parts):
         for step in range(0, part.tokens, TOKENS):
             count = min(TOKENS, part.tokens - step)
-            tiles += [row + step, count, max(part.first, 0) + step, number]
+            tiles += [row + step, count, step, number]
         row += part.tokens
         places = [-1] * columns
         for first, source, count in part.blocks:
@@ -66,3 +81,10 @@ def _tables(parts: tuple[Part, ...], columns: int, device: torch.device) -> tupl
     table = torch.tensor(tiles + origins, dtype=torch.int32).to(device, non_blocking=True)
     split = len(tiles)
     return table[:split].view(-1, 4), table[split:].view(len(parts), columns)
+
+
+def _evenly_spaced(weights: Tensor) -> Tensor:
+    """As ``Placement`` takes them: those of a chunk are, or some of its rows."""
+    batch, heads, _, size = weights.shape
+    even = batch == 1 or weights.stride(0) == heads * weights.stride(1)
+    return weights if even and (size == 1 or weights.stride(3) == 1) else weights.contiguous()

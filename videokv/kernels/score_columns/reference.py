@@ -40,9 +40,9 @@ def place_key_columns(out: Tensor, placement: Placement) -> None:
     """See the package."""
     out.zero_()
     row = 0
-    for part in placement.parts:
-        source = placement.weights[:, :, part.first : part.first + part.tokens]
+    for part, source in zip(placement.parts, placement.weights, strict=True):
         for first, origin, count in part.blocks:
+            assert source is not None
             rows = out[:, :, row : row + part.tokens, first : first + count]
             rows.copy_(source[..., origin : origin + count])
         row += part.tokens

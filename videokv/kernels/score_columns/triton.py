@@ -28,7 +28,8 @@ UNROLLED = 8  # directions of a basis that are in flight at once
 # Strides are specialised on: whether 16 divides them, as it does for nearly all heads, decides
 # whether 16 bytes are moved at once.
 _COUNTS = ["heads", "group", "rows", "maps", "projected_maps", "fourth_maps"]
-_PLACE_COUNTS = ["w_b", "w_h", "heads", "past", "tokens", "known", "columns"]
+_PLACE_COUNTS = ["heads", "past", "tokens", "known", "columns"]
+_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _KEY_COUNTS = ["o_b", "o_h", "heads", "tokens", "a_b", "a_h", "b_b", "b_h"]
 
 
@@ -146,14 +147,12 @@ def _widen(
 def place_key_columns(out: Tensor, placement: Placement) -> None:
     """See the package."""
     batch, heads, tokens, columns = out.shape
-    weights, past = placement.weights, placement.tokens
-    known = placement.tiles.shape[0]
+    past, known = placement.tokens, placement.tiles.shape[0]
     with on_device(out.device):
         _place[(known + triton.cdiv(tokens - past, TOKENS), batch * heads)](
             out,
             *out.stride()[:3],
-            weights,
-            *weights.stride()[:3],
+            placement.places,
             placement.tiles,
             placement.origins,
             heads,
@@ -161,6 +160,7 @@ def place_key_columns(out: Tensor, placement: Placement) -> None:
             tokens,
             known,
             placement.columns,
+            KIND=_KINDS[placement.dtype],
             COLUMNS=columns,
             BF=triton.next_power_of_2(columns),
             BT=TOKENS,
@@ -170,8 +170,8 @@ def place_key_columns(out: Tensor, placement: Placement) -> None:
 
 @triton.jit(do_not_specialize=_PLACE_COUNTS)
 def _place(
-    out, o_b, o_h, o_t, weights, w_b, w_h, w_t, tiles, origins, heads, past, tokens, known, columns,
-    COLUMNS: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr,
+    out, o_b, o_h, o_t, places, tiles, origins, heads, past, tokens, known, columns,
+    KIND: tl.constexpr, COLUMNS: tl.constexpr, BF: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(1).to(tl.int64)
     batch, head = line // heads, line % heads
@@ -182,12 +182,15 @@ def _place(
     first = tl.where(old, tl.load(entry), later).to(tl.int64)
     count = tl.where(old, tl.load(entry + 1), tokens - later)
     source = tl.load(entry + 2).to(tl.int64)
+    part = tl.load(entry + 3)
+    place = places + part * 3
+    weights = tl.load(place).to(tl.pointer_type(KIND)) + line * tl.load(place + 1)
     token = tl.arange(0, BT)
     column = tl.arange(0, BF)
     live = token < count
-    origin = tl.load(origins + tl.load(entry + 3) * columns + column, column < columns, other=-1)
+    origin = tl.load(origins + part * columns + column, column < columns, other=-1)
     origin = tl.where(old, origin, -1)
-    held = weights + batch * w_b + head * w_h + (source + token)[:, None] * w_t + origin[None, :]
+    held = weights + (source + token)[:, None] * tl.load(place + 2) + origin[None, :]
     values = tl.load(held, mask=live[:, None] & (origin >= 0)[None, :], other=0.0)
     target = out + batch * o_b + head * o_h + (first + token)[:, None] * o_t + column[None, :]
     inside = live[:, None] & (column < COLUMNS)[None, :]
