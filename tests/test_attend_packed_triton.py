@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+import videokv
+import videokv.kernels.attend_packed as package
 from videokv.kernels.attend_packed import PackedCall, _self_check, reference, splits
 from videokv.protocols import EncodeContext
 from videokv.quantizers.centroid_residual import CentroidResidual, Clustering
@@ -149,6 +151,38 @@ def test_a_table_is_kept_for_the_same_chunks_only():
         triton_words._table(some, programs=12, block=32) for some in (calls, calls, calls[1:])
     ]
     assert tables[0] is tables[1] and tables[2].shape[0] < tables[0].shape[0]
+
+
+def test_calls_may_be_captured_once_their_tables_are_there():
+    calls = [make_call(name, tokens=40, columns=0) for name in ("rtn", "kivi", "rtn", "symmetric")]
+    assert not package.capturable(calls) and package.capturable(calls[1:2])
+    other = reference.attend_packed(make_call("rtn", tokens=9, columns=0))
+    kernel.attend_all(calls, other)
+    assert package.capturable(calls)
+    assert not package.capturable([calls[0], *calls[3:]])
+
+
+def test_a_capture_of_few_queries_keeps_nothing_and_follows_no_new_table(monkeypatch):
+    from videokv.cache import few
+
+    monkeypatch.setattr(few, "kernel_refusal", lambda call: None)
+    cache = videokv.recipe("rtn-2bit+calibrated").new_cache(layers=1)
+    for start in (0, 40):
+        rows = (draw(1, 2, 40, 64, seed=start + n) for n in range(3))
+        cache.write(0, start, *rows)
+        cache.commit(start + 40)
+    held, query = cache._layers[0], draw(1, 2, 1, 64)
+    options = {"first": 0, "scale": 0.125}
+    asked = (query, held.state.chunks, held.coding.correction)
+    monkeypatch.setattr(few, "_capturing", lambda device: True)
+    with pytest.warns(UserWarning, match="read once before capturing"):
+        assert few.packed_calls(*asked, **options) is None
+    assert not any(chunk in few._readings for chunk in held.state.chunks)
+    monkeypatch.setattr(few, "_capturing", lambda device: False)
+    calls = few.packed_calls(*asked, **options)
+    few.attend_all(calls, (query.new_zeros(1, 2, 1, 64), query.new_zeros(1, 2, 1)))
+    monkeypatch.setattr(few, "_capturing", lambda device: True)
+    assert few.packed_calls(*asked, **options) is not None
 
 
 @pytest.mark.parametrize("name", ["rtn", "eighty"])

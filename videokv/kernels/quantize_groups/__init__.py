@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
-from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
+from videokv.kernels.gpu import (
+    CannotCheck,
+    checked_refusal,
+    machine_refusal,
+    say_once,
+    wants_kernels,
+)
 from videokv.kernels.pack_codes import pack
 from videokv.kernels.quantize_groups import reference
 from videokv.kernels.quantize_groups.layout import (
@@ -168,8 +174,10 @@ def _self_check(
     )
     corner = _prepared(corner, rotation, clusters)
     want, facts = reference.quantize(corner, format=format)
+    if not bool(corner.isfinite().all()):
+        raise CannotCheck("inputs are not finite, which checks no kernel")
     if facts[3]:
-        raise ValueError("this tensor needs a normaliser, which the kernel does not give")
+        raise CannotCheck("this tensor needs a normaliser, which the kernel does not give")
     codes = reference.away_from_zero(corner, want, format=format) if away else want.codes
     codes = pack(codes, bits=format.bits)
     unlike = (got.packed != codes).float().mean() + (got.steps.float() != want.steps.float()).sum()

@@ -41,7 +41,8 @@ class Placement:
     @classmethod
     def of(cls, weights: Tensor, parts: tuple[Part, ...], *, columns: int) -> Placement:
         """With its tables, on the device of the weights (nothing synchronises)."""
-        return cls(weights, parts, columns, *_tables(parts, columns, weights.device))
+        device = weights.device
+        return cls(weights, parts, columns, *_tables(parts, columns, device, _stream(device)))
 
     @property
     def tokens(self) -> int:
@@ -49,9 +50,16 @@ class Placement:
         return sum(part.tokens for part in self.parts)
 
 
+def _stream(device: torch.device) -> int:
+    """Of the copy to the device: it is not waited for, so that others may not use it."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+
+
 @functools.lru_cache(maxsize=64)
-def _tables(parts: tuple[Part, ...], columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Layers whose chunks are alike share them."""
+def _tables(
+    parts: tuple[Part, ...], columns: int, device: torch.device, stream: int
+) -> tuple[Tensor, Tensor]:
+    """Layers whose chunks are alike share them, on one stream."""
     tiles, origins = [], []
     row = 0
     for number, part in enumerate(parts):
