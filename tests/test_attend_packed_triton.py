@@ -192,3 +192,11 @@ def test_more_rows_than_one_tile(name):
     want, want_lse = reference.attend_packed(call)
     assert call.rows > triton_words.Tuning.few_rows
     assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+def test_features_beyond_half_precision_stay_numbers(queries):
+    call = by_steps(make_call("rtn", dtype=torch.float16, queries=queries, tokens=40))
+    call = dataclasses.replace(call, query=call.query * 2000)
+    got, lse = kernel.attend_packed(call)
+    assert got.isfinite().all() and lse.isfinite().all()

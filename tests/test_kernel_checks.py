@@ -23,6 +23,7 @@ from videokv.noise import QueryMap  # noqa: E402
 from videokv.protocols import EncodeContext  # noqa: E402
 from videokv.quantizers.groupwise import Groupwise  # noqa: E402
 from videokv.quantizers.rotated import Rotated  # noqa: E402
+from videokv.rotation import Rotation  # noqa: E402
 from videokv.tensors import GroupFormat, map_tensors  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,6 +127,12 @@ def test_the_checks_of_k_means_have_programs_of_several_blocks():
     assert clustering._TOKENS > triton_step.STEP_TOKENS * triton_step.STEP_STRETCHES
     assert clustering._TOKENS > centroid_kernels.SUM_TOKENS * centroid_kernels.STRETCHES
     assert few._TOKENS > 64 * triton_few.STRETCHES
+
+
+def test_a_rotation_and_clusters_do_not_come_together():
+    clusters = clustering.Clusters(torch.zeros(1, 2, 70).to(DEVICE, torch.uint8), X.bfloat16())
+    with pytest.raises(ValueError, match="one of them"):
+        groups.quantize_packed(X, format=FORMAT, rotation=Rotation(64), clusters=clusters)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -93,10 +93,13 @@ def quantize_packed(
     rotation: applied first. clusters: their centroids are subtracted first. away: symmetric codes
     round halves away from zero (as Quant-VideoGen does), not to even.
     The same codes, steps and zeros as quantizing and packing one after the other (a rotation
-    differs in the last bit of float32 sums). Synchronises once and raises as ``quantize_groups``.
+    differs in the last bit of float32 sums). Synchronises once and raises as ``quantize_groups``,
+    and where a rotation and clusters come together.
     """
     require_chunk(x)
     format.check_head_dim(x.shape[-1])
+    if rotation is not None and clusters is not None:
+        raise ValueError("a rotation and clusters came together; give one of them, or neither")
     if wants_kernels(x.device):
         refusal = kernel_refusal(x, format=format, rotation=rotation, clusters=clusters, away=away)
         if refusal is None:
