@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+import videokv
+import videokv.kernels.attend_packed as package
 from videokv.kernels.attend_packed import PackedCall, _self_check, reference, splits
 from videokv.protocols import EncodeContext
 from videokv.quantizers.centroid_residual import CentroidResidual, Clustering
@@ -151,6 +153,38 @@ def test_a_table_is_kept_for_the_same_chunks_only():
     assert tables[0] is tables[1] and tables[2].shape[0] < tables[0].shape[0]
 
 
+def test_calls_may_be_captured_once_their_tables_are_there():
+    calls = [make_call(name, tokens=40, columns=0) for name in ("rtn", "kivi", "rtn", "symmetric")]
+    assert not package.capturable(calls) and package.capturable(calls[1:2])
+    other = reference.attend_packed(make_call("rtn", tokens=9, columns=0))
+    kernel.attend_all(calls, other)
+    assert package.capturable(calls)
+    assert not package.capturable([calls[0], *calls[3:]])
+
+
+def test_a_capture_of_few_queries_keeps_nothing_and_follows_no_new_table(monkeypatch):
+    from videokv.cache import few
+
+    monkeypatch.setattr(few, "kernel_refusal", lambda call: None)
+    cache = videokv.recipe("rtn-2bit+calibrated").new_cache(layers=1)
+    for start in (0, 40):
+        rows = (draw(1, 2, 40, 64, seed=start + n) for n in range(3))
+        cache.write(0, start, *rows)
+        cache.commit(start + 40)
+    held, query = cache._layers[0], draw(1, 2, 1, 64)
+    options = {"first": 0, "scale": 0.125}
+    asked = (query, held.state.chunks, held.coding.correction)
+    monkeypatch.setattr(few, "_capturing", lambda device: True)
+    with pytest.warns(UserWarning, match="read once before capturing"):
+        assert few.packed_calls(*asked, **options) is None
+    assert not any(chunk in few._readings for chunk in held.state.chunks)
+    monkeypatch.setattr(few, "_capturing", lambda device: False)
+    calls = few.packed_calls(*asked, **options)
+    few.attend_all(calls, (query.new_zeros(1, 2, 1, 64), query.new_zeros(1, 2, 1)))
+    monkeypatch.setattr(few, "_capturing", lambda device: True)
+    assert few.packed_calls(*asked, **options) is not None
+
+
 @pytest.mark.parametrize("name", ["rtn", "eighty"])
 def test_more_rows_than_one_tile(name):
     call = by_steps(make_call(name, queries=9, tokens=70))
@@ -158,3 +192,11 @@ def test_more_rows_than_one_tile(name):
     want, want_lse = reference.attend_packed(call)
     assert call.rows > triton_words.Tuning.few_rows
     assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+def test_features_beyond_half_precision_stay_numbers(queries):
+    call = by_steps(make_call("rtn", dtype=torch.float16, queries=queries, tokens=40))
+    call = dataclasses.replace(call, query=call.query * 2000)
+    got, lse = kernel.attend_packed(call)
+    assert got.isfinite().all() and lse.isfinite().all()

@@ -114,6 +114,25 @@ def test_a_capture_keeps_no_columns_and_an_eager_read_before_it_does(recipe):
 
 
 @needs_cuda
+@pytest.mark.parametrize("recipe", ["rtn-2bit+taylor", "quarot-2bit+calibrated"])
+def test_a_capture_of_few_queries_before_any_read_leaves_nothing_of_the_graph_behind(recipe):
+    """Tables of addresses and factors that a graph makes hold nothing before it is replayed."""
+    static = current(4, seed=40)
+    want = committed(recipe).attend(0, *static)  # kernels are checked
+    cache = committed(recipe)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = cache.attend(0, *static)
+    eager = cache.attend(0, *static)  # before a replay
+    torch.testing.assert_close(eager, want, rtol=1e-3, atol=1e-3)
+    spare = [torch.full((1 << 14,), -1, dtype=torch.int64).pin_memory() for _ in range(8)]
+    del spare  # what pinned memory is used for next
+    for _ in range(2):
+        graph.replay()
+        torch.testing.assert_close(output, want, rtol=1e-2, atol=1e-2)
+
+
+@needs_cuda
 def test_a_captured_pass_records_no_mass():
     cache, static = committed("rtn-2bit+taylor", record_mass=True), current(256, seed=40)
     cache.attend(0, *static)

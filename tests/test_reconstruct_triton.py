@@ -223,7 +223,7 @@ def test_a_kernel_that_disagrees_is_not_used(monkeypatch):
     chunk = encoded("rtn2", tokens=5)
     calls = []
 
-    def wrong(parts, out, *, factor, rope=None):
+    def wrong(parts, out, *, factor, rope=None, programs=None):
         calls.append(1)
         out.fill_(1.0)
 

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from videokv.cache.chunks import Chunk, PackedChunk
-from videokv.kernels.attend_packed import MAX_ROWS, PackedCall, attend_all, kernel_refusal
+from videokv.kernels.attend_packed import (
+    MAX_ROWS,
+    PackedCall,
+    attend_all,
+    capturable,
+    kernel_refusal,
+)
 from videokv.kernels.attend_packed.call import key_steps
 from videokv.kernels.gpu import checked_refusal, disagreement, say_once
 from videokv.kernels.reconstruct import Parts, inner_parts
@@ -65,13 +71,18 @@ def packed_calls(
     scale: float,
 ) -> list[PackedCall] | None:
     """A call for each packed chunk among ``chunks``; None where one has to be decoded, or there is
-    none. first: the oldest token that may be read."""
+    none. first: the oldest token that may be read.
+
+    In the capture of a CUDA graph nothing is kept, whose memory is the graph's own, and chunks that
+    were not read before it are decoded.
+    """
     packed = [chunk for chunk in chunks if isinstance(chunk, PackedChunk)]
     if not packed or query.shape[2] > MOST_PACKED_QUERIES or packed[0].start < first:
         return None
     if query.shape[1] // packed[0].keys.shape[1] * query.shape[2] > MAX_ROWS:
         return None
     key = (query.dtype, query.shape[:3], correction)
+    capturing = _capturing(query.device)
     calls = []
     for chunk in packed:
         known = _readings.get(chunk)
@@ -82,10 +93,17 @@ def packed_calls(
         if isinstance(call, str) or isinstance(found, str) or reason is not None:
             say_once(f"few queries read decoded chunks: {reason}")
             return None
-        if not found.noise:  # columns are as large as the codes: not kept
+        if not found.noise and not capturing:  # columns are as large as the codes: not kept
             _readings.setdefault(chunk, {})[key] = found
         calls.append(call)
+    if capturing and not capturable(calls):
+        say_once("few queries read decoded chunks in this graph: read once before capturing")
+        return None
     return calls
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _refusal(call: PackedCall | str) -> str | None:

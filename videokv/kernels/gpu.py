@@ -21,6 +21,10 @@ SMALLEST_CAPABILITY = (8, 0)
 _verdicts: dict[Hashable, str | None] = {}
 
 
+class CannotCheck(Exception):
+    """What a check was given tells nothing of the kernel: another call's may."""
+
+
 def wants_kernels(device: torch.device) -> bool:
     """Whether PyTorch steps on ``device`` would be a fallback (and worth a word)."""
     return device.type == "cuda"
@@ -45,7 +49,8 @@ def checked_refusal(
     """Why the kernel ``name`` may not serve ``config`` on ``device``, or None.
 
     check: runs kernel and reference once; None where they agree, else what is wrong. What it raises
-    (no memory, a compiler error, too little shared memory) is the reason too.
+    (no memory, a compiler error, too little shared memory) is the reason too; that of a
+    ``CannotCheck`` holds for this call alone.
     """
     key = (name, config, device)
     if key not in _verdicts:
@@ -53,6 +58,8 @@ def checked_refusal(
             return "not checked before this graph capture; run the step once before capturing"
         try:
             _verdicts[key] = check()
+        except CannotCheck as error:
+            return str(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the reference serves the call
             _verdicts[key] = _words(error)
     return _verdicts[key]
@@ -63,9 +70,12 @@ def disagreement(
 ) -> str | None:
     """None where ``got`` is within ``tolerance`` of ``want`` in relative norm, else the error.
 
-    Synchronises. NaN and infinity are never within it.
+    Synchronises. NaN and infinity are never within it; where ``want`` has some, CannotCheck is
+    raised: inputs that are not finite must not decide about those of later calls.
     """
     want = want.double()
+    if not bool(want.isfinite().all()):
+        raise CannotCheck(f"{what} of these inputs is not finite, which checks no kernel")
     error = float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
     if error <= tolerance:
         return None

@@ -19,7 +19,13 @@ from videokv.kernels.assign_centroids.starts import (
     label_means,
     spread_tokens,
 )
-from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
+from videokv.kernels.gpu import (
+    CannotCheck,
+    checked_refusal,
+    machine_refusal,
+    say_once,
+    wants_kernels,
+)
 
 __all__ = [
     "MAX_CENTROIDS",
@@ -37,6 +43,7 @@ __all__ = [
 
 MAX_CENTROIDS = 256  # labels are stored in one byte
 FEW_BITS = (2, 3, 4)  # of labels among centroids that one block of a program holds
+_TOKENS = 1500  # that a check looks at: several blocks of a program, the last not full
 
 
 def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +175,7 @@ def step_refusal(x: Tensor, start: Tensor) -> str | None:
 
 def _step_self_check(x: Tensor, start: Tensor) -> str | None:
     """One iteration: how much farther its choices are than the nearest, and means of its labels."""
-    tokens, table = x.detach()[:2, :2, :500], start.detach()[:2, :2]
+    tokens, table = _corner(x), start.detach()[:2, :2]
     labels, means = _step_kernel().cluster(tokens, table, iterations=1)
     tokens, table = tokens.float(), table.float()
     best = reference.nearest(
@@ -182,9 +189,18 @@ def _step_self_check(x: Tensor, start: Tensor) -> str | None:
     return f"self-check failed: distances {float(far):.4g} for {float(near):.4g}, means {off:.1e}"
 
 
+def _corner(x: Tensor) -> Tensor:
+    """Tokens of the first heads, over again where there are few."""
+    tokens = x.detach()[:2, :2, torch.arange(_TOKENS, device=x.device) % x.shape[2]]
+    spread = float((tokens.float() - tokens.mean(2, keepdim=True, dtype=torch.float32)).norm())
+    if not 0 < spread < float("inf"):
+        raise CannotCheck("tokens that are all alike or not finite check no kernel")
+    return tokens
+
+
 def _self_check(x: Tensor) -> str | None:
     """Means for given labels, and how much farther the kernel's choices are than the nearest."""
-    tokens = x.detach()[:2, :2, :500]
+    tokens = _corner(x)
     origin = tokens.mean(2, keepdim=True, dtype=torch.float32)
     moved = tokens.float() - origin
     table = moved[:, :, :: max(1, moved.shape[2] // 37)][:, :, :MAX_CENTROIDS].contiguous()

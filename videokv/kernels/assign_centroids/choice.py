@@ -9,7 +9,9 @@ from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import gather_centroids
 from videokv.kernels.assign_centroids.reference import nearest
-from videokv.kernels.gpu import checked_refusal
+from videokv.kernels.gpu import CannotCheck, checked_refusal
+
+_TOKENS = 1000  # that a check looks at: more than one program takes
 
 
 def choose_by_range(
@@ -40,19 +42,22 @@ def refusal(
     """Why the kernel does not serve this, or None; a first use is checked here."""
     if group_size & (group_size - 1):
         return f"groups of {group_size} are no power of two"
-    config = (x.shape[3], x.dtype, group_size, candidates, table.shape[2])
+    config = (x.shape[3], x.dtype, group_size, candidates, table.shape[2], table.dtype)
     options: dict[str, Any] = {"group_size": group_size, "candidates": candidates}
 
     def check() -> str | None:
         from videokv.kernels.assign_centroids import triton
 
-        corner = [t.detach()[:2, :2].contiguous() for t in (x[:, :, :500], table.float(), weights)]
-        got = triton.choose_by_range(*corner, **options)
-        want = choose_by_range(corner[0].float(), *corner[1:], **options)
+        some = x[:, :, torch.arange(_TOKENS, device=x.device) % x.shape[2]]
+        tokens, rows, eye = (t.detach()[:2, :2].contiguous() for t in (some, table, weights))
+        got = triton.choose_by_range(tokens, rows, eye, **options)
+        tokens, rows = tokens.float(), rows.float()
+        want = choose_by_range(tokens, rows, eye, **options)
         scores = [
-            range_scores(corner[0].float(), corner[1], label, corner[2], group_size).sum()
-            for label in (got.long(), want)
+            range_scores(tokens, rows, label, eye, group_size).sum() for label in (got.long(), want)
         ]
+        if not bool(scores[1].isfinite()):
+            raise CannotCheck("tokens that are not finite check no kernel")
         worse = float(scores[0] / scores[1].clamp(min=1e-30))
         return None if worse <= 1.01 else f"self-check failed: ranges {worse:.3f} of the best"
 

@@ -11,7 +11,7 @@ from videokv.kernels.assign_centroids.starts import label_means, spread_tokens
 from videokv.kernels.pack_codes import pack, unpack
 from videokv.tensors import E4M3, E4M3_MAX
 
-_TOKENS = 300  # that a check looks at
+_TOKENS = 2100  # that a check looks at: several blocks of a program, the last not full
 
 
 def in_steps(

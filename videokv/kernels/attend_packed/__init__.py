@@ -20,7 +20,7 @@ from videokv.kernels.gpu import checked_refusal, disagreement, machine_refusal
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.tensors import map_tensors
 
-__all__ = ["MAX_ROWS", "PackedCall", "attend_all", "attend_packed", "kernel_refusal"]
+__all__ = ["MAX_ROWS", "PackedCall", "attend_all", "attend_packed", "capturable", "kernel_refusal"]
 
 MAX_ROWS = 64  # queries times the query heads of a KV head
 MAX_COLUMNS = 64
@@ -46,6 +46,13 @@ def attend_all(calls: Sequence[PackedCall], other: tuple[Tensor, Tensor]) -> tup
     By the kernels: ask ``kernel_refusal`` of every call before.
     """
     found: tuple[Tensor, Tensor] = _kernel().attend_all(calls, other)
+    return found
+
+
+def capturable(calls: Sequence[PackedCall]) -> bool:
+    """Whether ``attend_all`` of these calls may be captured in a CUDA graph: the tables that their
+    kernels follow are there, from a read of the same chunks before."""
+    found: bool = _kernel().capturable(calls)
     return found
 
 

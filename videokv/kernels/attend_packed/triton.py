@@ -64,6 +64,16 @@ def attend_all(calls: Sequence[PackedCall], other: Part) -> Part:
     return other
 
 
+def capturable(calls: Sequence[PackedCall]) -> bool:
+    """See the package."""
+    words = [
+        launch if isinstance(launch, list) else [launch]
+        for launch in _launches(calls)
+        if isinstance(launch, list) or _kind(launch) is not None
+    ]
+    return all(map(triton_words.has_table, words))
+
+
 def _launches(calls: Sequence[PackedCall]) -> list[PackedCall | list[PackedCall]]:
     """Calls on their own, and lists of calls for one launch."""
     found: list[PackedCall | list[PackedCall]] = []

@@ -84,7 +84,7 @@ def split_attention(calls: Sequence[PackedCall]) -> tuple[Tensor, Tensor]:
     query = call.query
     if call.keys.rotation is not None:
         query = call.keys.rotation.apply(query.float()).to(query.dtype)
-    programs, block, warps, stages = Tuning.few if rows <= Tuning.few_rows else Tuning.many
+    programs, block, warps, stages = _tuning(rows)
     table = _table(calls, programs=programs, block=block)
     splits = table.shape[0]
     device = query.device
@@ -119,18 +119,37 @@ _Kept = tuple[tuple[weakref.ref[Parts], ...], dict[tuple[int, ...], Tensor]]
 _tables: weakref.WeakKeyDictionary[Parts, _Kept] = weakref.WeakKeyDictionary()
 
 
-def _table(calls: Sequence[PackedCall], *, programs: int, block: int) -> Tensor:
-    """A row for each split: where everything of its chunk lies; kept as long as the chunks."""
+def has_table(calls: Sequence[PackedCall]) -> bool:
+    """Whether these calls need nothing from the host, as in the capture of a CUDA graph: there a
+    table would be copied at every replay, from memory that is no longer its own."""
+    programs, block, *_ = _tuning(calls[0].rows)
+    return _table_key(calls, programs, block) in _tables_of(calls)
+
+
+def _tuning(rows: int) -> tuple[int, int, int, int]:
+    return Tuning.few if rows <= Tuning.few_rows else Tuning.many
+
+
+def _tables_of(calls: Sequence[PackedCall]) -> dict[tuple[int, ...], Tensor]:
     last = calls[-1].keys
     sides = [side for call in calls for side in (call.keys, call.values)]
     kept = _tables.get(last)
     if kept is None or [ref() for ref in kept[0]] != sides:
         kept = _tables[last] = (tuple(weakref.ref(side) for side in sides), {})
+    return kept[1]
+
+
+def _table_key(calls: Sequence[PackedCall], programs: int, block: int) -> tuple[int, ...]:
     factors = tuple(0 if call.factors is None else call.factors.data_ptr() for call in calls)
-    key = (programs, block, *factors)
-    table = kept[1].get(key)
+    return (programs, block, *factors)
+
+
+def _table(calls: Sequence[PackedCall], *, programs: int, block: int) -> Tensor:
+    """A row for each split: where everything of its chunk lies; kept as long as the chunks."""
+    tables, key = _tables_of(calls), _table_key(calls, programs, block)
+    table = tables.get(key)
     if table is None:
-        table = kept[1][key] = _filled_table(calls, programs=programs, block=block)
+        table = tables[key] = _filled_table(calls, programs=programs, block=block)
     return table
 
 
@@ -266,6 +285,8 @@ def _kernel(
             phi *= tl.load(at, mask=group < K_D // K_GROUP, other=0.0)[None, :]
         # Squares are multiplied by 1/4, to stay within FP16.
         phi = spread(phi * (-4.0 * feature_scale * k_scale), BM, groups, each)
+        if TYPE == tl.float16:  # a feature beyond it takes all weight from the key, as infinity not
+            phi = tl.minimum(tl.maximum(phi, -65504.0), 65504.0)
         high = phi.to(TYPE)
         low = (phi - high.to(tl.float32)).to(TYPE)
         place = (word % each)[None, :]

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.code_repair import reference
-from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
+from videokv.kernels.gpu import (
+    CannotCheck,
+    checked_refusal,
+    machine_refusal,
+    say_once,
+    wants_kernels,
+)
 
 __all__ = ["MAX_RANK", "MAX_SIZE", "code_repair", "kernel_refusal"]
 
@@ -57,9 +63,12 @@ def kernel_refusal(keys: Tensor, basis: Tensor) -> str | None:
 def _self_check(keys: Tensor, basis: Tensor) -> str | None:
     """Against the reference on a corner, with keys as their own errors and a moment of ones."""
     corner, basis = keys.detach()[:2, :2, :300], basis[:2, :2]
+    size = float(corner.float().std())
+    if not 0 < size < float("inf") or not bool(basis.isfinite().all()):
+        raise CannotCheck("keys that are all alike or not finite check no kernel")
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(corner.shape, generator=generator).to(keys.device) * 0.1
-    error = noise * corner.float().std()
+    error = noise * size
     decoded = corner.float() - error
     seen, quadratic = basis + 0.3 * basis.roll(1, 2), basis.mT @ basis
     codes, scales, kept = _by_kernel(corner, decoded, basis, seen, quadratic)

@@ -26,6 +26,7 @@ __all__ = [
 
 MAX_HEAD_DIM = 256
 MAX_FEATURES = 256
+_LARGEST_GRID = 65535  # programs of its third axis
 _TOLERANCE = 1e-3  # of the factor
 
 
@@ -43,6 +44,8 @@ def fit_factor(
     """
     size, features = true.shape[3], phi.shape[3]
     refusal = kernel_refusal(queries.dtype, size=size, features=features, device=true.device)
+    if refusal is None and true.shape[0] * true.shape[1] > _LARGEST_GRID:
+        refusal = f"{true.shape[0]} x {true.shape[1]} heads are more than {_LARGEST_GRID}"
     if refusal is None:
         found: Tensor = _kernel().fit_factor(queries, true, noisy, phi, weights, scale=scale)
         return found
@@ -72,9 +75,10 @@ def kernel_refusal(
 
 
 def _self_check(
-    dtype: torch.dtype, size: int, features: int, device: torch.device, *, tokens: int = 500
+    dtype: torch.dtype, size: int, features: int, device: torch.device, *, tokens: int = 1500
 ) -> str | None:
-    """Kernel against the reference in float64, grouped queries, on noise of known size."""
+    """Kernel against the reference in float64, grouped queries, on noise of known size; a program
+    takes several blocks of tokens, the last not full."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
-from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
+from videokv.kernels.gpu import (
+    CannotCheck,
+    checked_refusal,
+    machine_refusal,
+    say_once,
+    wants_kernels,
+)
 from videokv.kernels.pack_codes import pack
 from videokv.kernels.quantize_groups import reference
 from videokv.kernels.quantize_groups.layout import (
@@ -87,10 +93,13 @@ def quantize_packed(
     rotation: applied first. clusters: their centroids are subtracted first. away: symmetric codes
     round halves away from zero (as Quant-VideoGen does), not to even.
     The same codes, steps and zeros as quantizing and packing one after the other (a rotation
-    differs in the last bit of float32 sums). Synchronises once and raises as ``quantize_groups``.
+    differs in the last bit of float32 sums). Synchronises once and raises as ``quantize_groups``,
+    and where a rotation and clusters come together.
     """
     require_chunk(x)
     format.check_head_dim(x.shape[-1])
+    if rotation is not None and clusters is not None:
+        raise ValueError("a rotation and clusters came together; give one of them, or neither")
     if wants_kernels(x.device):
         refusal = kernel_refusal(x, format=format, rotation=rotation, clusters=clusters, away=away)
         if refusal is None:
@@ -168,8 +177,10 @@ def _self_check(
     )
     corner = _prepared(corner, rotation, clusters)
     want, facts = reference.quantize(corner, format=format)
+    if not bool(corner.isfinite().all()):
+        raise CannotCheck("inputs are not finite, which checks no kernel")
     if facts[3]:
-        raise ValueError("this tensor needs a normaliser, which the kernel does not give")
+        raise CannotCheck("this tensor needs a normaliser, which the kernel does not give")
     codes = reference.away_from_zero(corner, want, format=format) if away else want.codes
     codes = pack(codes, bits=format.bits)
     unlike = (got.packed != codes).float().mean() + (got.steps.float() != want.steps.float()).sum()

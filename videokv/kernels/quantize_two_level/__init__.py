@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
-from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
+from videokv.kernels.gpu import (
+    CannotCheck,
+    checked_refusal,
+    machine_refusal,
+    say_once,
+    wants_kernels,
+)
 from videokv.kernels.quantize_two_level import reference
 from videokv.kernels.quantize_two_level.layout import BITS, TOP, TwoLevelCodes, head_scale
 
@@ -85,6 +91,8 @@ def kernel_refusal(x: Tensor, clusters: Clusters | None, *, group_size: int) -> 
 def _self_check(x: Tensor, clusters: Clusters | None, group_size: int) -> str | None:
     """The same bits as the reference, on a corner."""
     corner = x.detach()[:2, :2, :301]
+    if not bool(corner.isfinite().all()):
+        raise CannotCheck("inputs are not finite, which checks no kernel")
     if clusters is not None:
         clusters = Clusters(clusters.ids[:2, :2, :301], clusters.table[:2, :2])
     spans = _kernel().spans(corner, clusters, group_size=group_size)

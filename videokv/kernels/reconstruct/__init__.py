@@ -159,13 +159,18 @@ def kernel_refusal(
 
 
 def _self_check(parts: Parts, dtype: torch.dtype, rope: Rope | None) -> str | None:
+    """A block a program, and as many as one may do: with a rotation that is another kernel."""
     small = parts.corner(SMALL)
     turn = None if rope is None else rope.corner(SMALL)
-    got = torch.full(small.shape, torch.nan, device=small.codes.device).to(dtype)
-    want = torch.empty_like(got)
-    _kernel().reconstruct(small, got, factor=None, rope=turn)
+    want = torch.empty(small.shape, device=small.codes.device, dtype=dtype)
     reference.reconstruct(small, want, factor=None, rope=turn)
-    return disagreement(got.float(), want.float(), tolerance=TOLERANCE[dtype])
+    for programs in (None, 1):
+        got = torch.full(small.shape, torch.nan, device=small.codes.device).to(dtype)
+        _kernel().reconstruct(small, got, factor=None, rope=turn, programs=programs)
+        off = disagreement(got.float(), want.float(), tolerance=TOLERANCE[dtype])
+        if off is not None:
+            return off
+    return None
 
 
 def _kernel() -> Any:

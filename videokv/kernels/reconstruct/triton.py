@@ -74,16 +74,26 @@ _MANY_COUNTS = ["heads", "stretch", "a_b", "a_h", "b_b", "b_h"]
 
 
 def reconstruct(
-    parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope | None = None
+    parts: Parts,
+    out: Tensor,
+    *,
+    factor: Tensor | None,
+    rope: Rope | None = None,
+    programs: int | None = None,
 ) -> None:
-    """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
+    """See the package; ``out`` is ``[B, H, T, D]`` of any strides.
+
+    programs: as many as keep the device busy, None for the module's number; with more blocks a
+    program does several.
+    """
     if parts.centres is not None:
-        triton_unbiased.reconstruct(parts, out, factor=factor, rope=rope)
+        triton_unbiased.reconstruct(parts, out, factor=factor, rope=rope, programs=programs)
         return
     plan = _planned(parts, out.dtype, out.device)
     batch, heads, tokens, _ = parts.shape
     blocks = -(-tokens // plan.rows)
-    stretch = max(1, min(plan.longest, blocks * batch * heads // PROGRAMS)) * plan.rows
+    some = blocks * batch * heads // (programs or PROGRAMS)
+    stretch = max(1, min(plan.longest, some)) * plan.rows
     with on_device(out.device):
         _kernel[(-(-tokens // stretch), batch * heads)](
             as_bytes(out),

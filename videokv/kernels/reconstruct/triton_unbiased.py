@@ -65,11 +65,19 @@ _NARROW = frozenset({2, 3, 5, 8})  # of ``Plan.stored``: scales and labels of to
 _MANY_COUNTS = ["heads", "stretch", "a_b", "a_h", "b_b", "b_h"]
 
 
-def reconstruct(parts: Parts, out: Tensor, *, factor: Tensor | None, rope: Rope | None) -> None:
-    """See the package; ``out`` is ``[B, H, T, D]`` of any strides."""
+def reconstruct(
+    parts: Parts,
+    out: Tensor,
+    *,
+    factor: Tensor | None,
+    rope: Rope | None,
+    programs: int | None = None,
+) -> None:
+    """See the package and ``triton.reconstruct``; ``out`` is ``[B, H, T, D]`` of any strides."""
     plan = planned(parts, out.dtype, out.device)
     batch, heads, tokens, _ = parts.shape
-    stretch = _stretch(triton.cdiv(tokens, plan.rows), batch * heads) * plan.rows
+    some = triton.cdiv(tokens, plan.rows) * batch * heads // (programs or PROGRAMS)
+    stretch = max(1, min(plan.longest, some)) * plan.rows
     with on_device(out.device):
         _kernel[(triton.cdiv(tokens, stretch), batch * heads)](
             as_bytes(out),
@@ -158,11 +166,6 @@ def _slots(parts: Parts, block: int) -> int:
     slots = {2: 4, 3: 8, 4: 2}.get(parts.bits, 1)
     whole = parts.group_size == parts.head_dim and block // slots >= 16
     return slots if whole and parts.bits in SPLIT_BITS else 1
-
-
-def _stretch(blocks: int, heads: int) -> int:
-    """Blocks of tokens of a program."""
-    return max(1, min(LONGEST, blocks * heads // PROGRAMS))
 
 
 @triton.jit

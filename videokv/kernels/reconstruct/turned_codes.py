@@ -39,9 +39,10 @@ def signs_and_sums(rotation: Rotation, *, group_size: int, device: torch.device)
 
     The sums are what an offset of 1 in a group is turned into; of at most 256 signs, so exact.
     """
-    matrix = signs(rotation, device=device, dtype=torch.float16)
+    # On the host: what a stream computed, those of other caches would have to wait for.
+    matrix = signs(rotation, device=torch.device("cpu"), dtype=torch.float16)
     sums = matrix.float().unflatten(0, (-1, group_size)).sum(1)
-    return torch.cat([matrix, sums.half()])
+    return torch.cat([matrix, sums.half()]).to(device)
 
 
 @triton.jit

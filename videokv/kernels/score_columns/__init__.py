@@ -62,6 +62,7 @@ KeyBlock = tuple[int, Tensor]
 MAX_HEAD_DIM = 256
 MAX_RANK = 64
 MOST_MAPS = 30  # bits of a 32-bit integer say which maps are projected
+_LARGEST_GRID = 65535  # programs of its second axis
 MOST_BLOCKS = 2  # blocks of columns of one chunk that a launch writes
 _TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 1e-4}
 
@@ -125,6 +126,8 @@ def place_key_columns(out: Tensor, placement: Placement) -> None:
 def _placing_refusal(out: Tensor, placement: Placement) -> str | None:
     if torch.float64 in (out.dtype, placement.dtype) or out.stride(3) != 1:
         return "columns that lie side by side, not in float64"
+    if out.shape[0] * out.shape[1] > _LARGEST_GRID:
+        return _too_many(out)
     refusal = machine_refusal(out.device)
     if refusal is not None:
         return refusal
@@ -152,6 +155,8 @@ def fill_key_columns(out: Tensor, blocks: Sequence[KeyBlock]) -> None:
 def _filling_refusal(out: Tensor, blocks: Sequence[KeyBlock]) -> str | None:
     if len(blocks) > MOST_BLOCKS or out.dtype == torch.float64 or out.stride(3) != 1:
         return f"up to {MOST_BLOCKS} blocks of columns that lie side by side, not in float64"
+    if out.shape[0] * out.shape[1] > _LARGEST_GRID:
+        return _too_many(out)
     refusal = machine_refusal(out.device)
     if refusal is not None:
         return refusal
@@ -184,6 +189,8 @@ def _maps_refusal(query: Tensor, maps: Sequence[QueryMap]) -> str | None:
         return f"queries are one of {tuple(_TOLERANCE)}, got {query.dtype}"
     if query.shape[3] > MAX_HEAD_DIM:
         return f"head sizes up to {MAX_HEAD_DIM}, got {query.shape[3]}"
+    if query.shape[0] * query.shape[1] > _LARGEST_GRID:
+        return _too_many(query)
     if not maps:
         return "there are no maps"
     refusal = machine_refusal(query.device)
@@ -202,6 +209,10 @@ def _maps_refusal(query: Tensor, maps: Sequence[QueryMap]) -> str | None:
     if ranks and max(ranks) > MAX_RANK:
         return f"bases have a rank of at most {MAX_RANK}, got {max(ranks)}"
     return None
+
+
+def _too_many(rows: Tensor) -> str:
+    return f"{rows.shape[0]} x {rows.shape[1]} heads are more than {_LARGEST_GRID}"
 
 
 def _checked(asked: _Widening) -> str | None:

@@ -56,7 +56,8 @@ class Placement:
         device = first.device
         table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
         places = table.to(device, non_blocking=True).view(-1, 3)
-        return cls(held, parts, columns, first.dtype, *_tables(parts, columns, device), places)
+        tables = _tables(parts, columns, device, _stream(device))
+        return cls(held, parts, columns, first.dtype, *tables, places)
 
     @property
     def tokens(self) -> int:
@@ -64,9 +65,16 @@ class Placement:
         return sum(part.tokens for part in self.parts)
 
 
+def _stream(device: torch.device) -> int:
+    """Of the copy to the device: it is not waited for, so that others may not use it."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+
+
 @functools.lru_cache(maxsize=64)
-def _tables(parts: tuple[Part, ...], columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Layers whose chunks are alike share them."""
+def _tables(
+    parts: tuple[Part, ...], columns: int, device: torch.device, stream: int
+) -> tuple[Tensor, Tensor]:
+    """Layers whose chunks are alike share them, on one stream."""
     tiles, origins = [], []
     row = 0
     for number, part in enumerate(parts):
