@@ -285,8 +285,7 @@ def _kernel(
             phi *= tl.load(at, mask=group < K_D // K_GROUP, other=0.0)[None, :]
         # Squares are multiplied by 1/4, to stay within FP16.
         phi = spread(phi * (-4.0 * feature_scale * k_scale), BM, groups, each)
-        # A feature beyond FP16 takes all weight from the key, as infinity would not.
-        if TYPE == tl.float16:  # noqa: SIM300
+        if q.dtype.element_ty == tl.float16:  # beyond it: no weight, not NaN
             phi = tl.minimum(tl.maximum(phi, -65504.0), 65504.0)
         high = phi.to(TYPE)
         low = (phi - high.to(tl.float32)).to(TYPE)
