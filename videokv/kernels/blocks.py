@@ -212,35 +212,6 @@ def low_rank_terms(codes, scales, row, live, RANK: tl.constexpr, BR: tl.constexp
 
 
 @triton.jit
-def repair_span(basis, head, channel, D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr):
-    """The head's basis as an operand, FP16 [BR, BD]."""
-    term = tl.arange(0, BR)
-    across = basis + head * D * RANK + channel[None, :] * RANK + term[:, None]
-    return tl.load(across, mask=(term < RANK)[:, None] & (channel < D)[None, :], other=0).to(
-        tl.float16
-    )
-
-
-@triton.jit
-def repair_codes(codes, row, live, RANK: tl.constexpr, BR: tl.constexpr):
-    """Codes that multiply ``repair_span``, FP16 [rows, BR]: exact."""
-    term = tl.arange(0, BR)
-    some = live[:, None] & (term < RANK)[None, :]
-    place = codes + row[:, None] * RANK + term[None, :]
-    return tl.load(place, mask=some, other=0).to(tl.float16)
-
-
-@triton.jit
-def repaired(values, codes, span, weight):
-    """values float32 plus codes times span times weight, for 16-bit outputs.
-
-    The product comes in the matrix units' layout, the values in that of their codes. It is cheaper
-    to bring it to them: without its weight it fits FP16 (at most 127 times the rank), 2^-12 of it.
-    """
-    return values + tl.dot(codes, span).to(tl.float16).to(tl.float32) * weight[:, None]
-
-
-@triton.jit
 def store_block(target, values, inside, AS_BYTES: tl.constexpr):
     """Store float32 values in the target's dtype; FP16 and E4M3 (as bytes) saturate."""
     if AS_BYTES:

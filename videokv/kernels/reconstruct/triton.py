@@ -28,9 +28,6 @@ from videokv.kernels.blocks import (
     low_rank_terms,
     low_rank_width,
     reach_of,
-    repair_codes,
-    repair_span,
-    repaired,
     row_alignment,
     step_kind,
     store_block,
@@ -265,10 +262,7 @@ def _program(
             sums = offset_rows(matrix, zeros, D, BD, GROUP, WIDE_OFFSETS)
     span = None
     if RANK > 0:
-        if matrix is None and not WIDE:
-            span = repair_span(basis, head, channel, D, RANK, BR)
-        else:
-            span = low_rank_span(basis, head, channel, D, RANK, BR)
+        span = low_rank_span(basis, head, channel, D, RANK, BR)
     base = (head // heads) * out_b + (head % heads) * out_h
     base = tl.multiple_of(base, ALIGN)
     begin = tl.program_id(0) * stretch
@@ -322,11 +316,7 @@ def _block(
     if STAGES > 3:
         centre3 = stored_centroids(ids3, table3, size3, head, row, live, inside, channel, D)
     if RANK > 0:
-        if turn is None and not WIDE:
-            terms = repair_codes(low_codes, row, live, RANK, BR)
-            weight = tl.load(low_scales + row, mask=live, other=0).to(tl.float32)
-        else:
-            terms = low_rank_terms(low_codes, low_scales, row, live, RANK, BR)
+        terms = low_rank_terms(low_codes, low_scales, row, live, RANK, BR)
 
     if SLOTS > 1:
         values = turned_codes(
@@ -358,10 +348,7 @@ def _block(
             values = tl.dot(halves, turn[0]) * (largest * matrix_scale)[:, None]
 
     if RANK > 0:
-        if turn is None and not WIDE:
-            values = repaired(values, terms, span, weight)
-        else:
-            values = tl.dot(terms, span, acc=values, input_precision=PRECISION)
+        values = tl.dot(terms, span, acc=values, input_precision=PRECISION)
 
     if PAIRS > 0:
         line = (head // heads) * rope_rows
