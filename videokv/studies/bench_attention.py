@@ -80,7 +80,7 @@ def _columns_one(bench: Bench, name: str, q: Tensor, k: Tensor, v: Tensor, scale
 def _our_kernel(
     bench: Bench, q: Tensor, k: Tensor, v: Tensor, scale: float, want: Tensor, *, fp8: bool
 ) -> float:
-    """The best of a few tiles, with a correction of 4 columns (of zeros: the product is made)."""
+    """With a correction of 4 columns (of zeros: the product is made), and without."""
     from videokv.kernels.attend import Call, Rows, attend, kernel_refusal, to_e4m3
 
     s = bench.sizes
@@ -109,30 +109,7 @@ def _our_kernel(
     bench.add(f"dense/{label}_uncorrected/ms", bench.milliseconds(lambda: attend(plain)), "ms")
     ms = bench.milliseconds(lambda: attend(call))
     bench.add(f"dense/{label}/ms", ms, "ms")
-    _tiles(bench, call, label)
     return ms
-
-
-def _tiles(bench: Bench, call: Any, label: str) -> None:
-    """Other tiles of our kernel: what a later choice can be made from."""
-    from videokv.kernels.attend import Tile
-
-    for sizes in ((128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 3)):
-        name = "dense/{}/{}x{}_w{}_s{}".format(label, *sizes)
-        ms = bench.attempt(name, partial(_tile_ms, bench, call, Tile(*sizes)))
-        if ms is not None:
-            bench.add(f"{name}/ms", ms, "ms")
-
-
-def _tile_ms(bench: Bench, call: Any, tile: Any) -> float:
-    from videokv.kernels.attend import attend
-
-    try:
-        return bench.milliseconds(partial(attend, call, tile=tile))
-    except Exception as error:
-        if type(error).__name__ == "OutOfResources":
-            raise Unavailable("does not fit into shared memory") from error
-        raise
 
 
 def attention(bench: Bench) -> None:
@@ -143,6 +120,9 @@ def attention(bench: Bench) -> None:
         baselines = _dense_times(bench, heads, kv_heads, s.cached_tokens, where)
         for name in ATTENTION_RECIPES:
             for backend in _backends(bench):
+                # It is compiled for each number of heads and columns, some seconds each.
+                if backend == "flex" and (heads != s.heads or name != ATTENTION_RECIPES[0]):
+                    continue
                 bench.attempt(
                     f"{where}/{name}/{backend}",
                     partial(
