@@ -139,7 +139,7 @@ def test_a_rotation_and_clusters_do_not_come_together():
 def test_streams_do_not_share_what_they_upload():
     from videokv.kernels.score_columns.placement import Part, Placement
 
-    parts, weights = (Part(60, 0, ((2, 0, 4),)),), torch.ones(1, 2, 60, 4, device="cuda")
+    parts, weights = (Part(60, ((2, 0, 4),)),), [torch.ones(1, 2, 60, 4, device="cuda")]
     first, again = (Placement.of(weights, parts, columns=6) for _ in range(2))
     with torch.cuda.stream(torch.cuda.Stream()):
         other = Placement.of(weights, parts, columns=6)
