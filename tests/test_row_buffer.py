@@ -47,6 +47,28 @@ def test_rows_of_a_chunk_that_were_forgotten_are_not_gathered(name, tokens, monk
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [24, 2])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("name", ["rtn-2bit", "rtn-2bit+calibrated", "bf16"])
+def test_current_rows_unlike_the_cache_are_refused(name, gather, tokens, monkeypatch):
+    """A kernel that writes packed rows into their buffer would write past its end."""
+    _, cache = run(name, monkeypatch, gather=gather)
+    honest = {"batch": 1, "heads": 2, "size": 64, "value_size": 64, "query_heads": 4}
+    for wrong in ({"batch": 2}, {"heads": 1}, {"heads": 4}, {"size": 32}, {"value_size": 32},
+                  {"query_heads": 3}):  # fmt: skip
+        to = honest | wrong
+        query, key, value = (
+            torch.randn(to["batch"], heads, tokens, size)
+            for heads, size in (
+                (to["query_heads"], to["size"]),
+                (to["heads"], to["size"]),
+                (to["heads"], to["value_size"]),
+            )
+        )
+        with pytest.raises(ValueError, match="layer 0 holds batch 1, 2 key/value heads"):
+            cache.attend(0, query, key, value)
+
+
 def test_columns_are_written_into_spare_channels():
     draw = Draw(1)
     shape = (1, 2, 9, 64)
