@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-
 import videokv
 from videokv.cache import cache as cache_module
 from videokv.cache import stacking
