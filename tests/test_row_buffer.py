@@ -131,3 +131,19 @@ def test_few_queries_read_packed_chunks(name, monkeypatch):
         assert not packed or all(call.by_steps == by_steps for call in calls[-1])
         assert (cache.decode_calls == decoded) == packed
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("queries", "forgotten", "reason"),
+    [(2, 30, "rows of the first were forgotten"), (16, 0, "more than 64 query rows")],
+)
+def test_few_queries_that_read_decoded_chunks_say_why(queries, forgotten, reason, monkeypatch):
+    from videokv.kernels.gpu import say_once
+
+    _, cache = run("rtn-2bit", monkeypatch, gather=True)
+    cache.forget(forgotten)
+    say_once.cache_clear()
+    heads = 10 if queries == 16 else 4
+    q, k, v = (torch.randn(1, n, queries, 64) for n in (heads, 2, 2))
+    with pytest.warns(UserWarning, match=reason):
+        cache.attend(0, q, k, v)
