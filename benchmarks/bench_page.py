@@ -23,6 +23,16 @@ TITLES = {
     "curve": "Over the number of cached keys",
 }
 
+NOTES = {
+    "attention": "`error`: relative norm against float64 on the same dequantized keys and values.",
+    "end_to_end": (
+        "Of ours `against_best_dense` and `against_cudnn` include packing, "
+        "`passes_against_best_dense` does not, nor does `quant-videogen/against_best_dense`. "
+        "`snapshot`: the whole history is packed anew every chunk."
+    ),
+    "decode": "`packed` is `rtn-2bit+taylor`; 131,072 cached keys, 32 query and 8 key/value heads.",
+}
+
 
 def main() -> None:
     """Print the page."""
@@ -48,6 +58,8 @@ def main() -> None:
         print(f"{len(facts['kept_from_earlier'])} figures are kept from an earlier run.\n")
     for section, rows in groupby(figures, key=lambda figure: figure.name.split("/")[0]):
         print(f"## {TITLES.get(section, section)}\n")
+        if section in NOTES:
+            print(f"{NOTES[section]}\n")
         print("| figure | value | target |\n| --- | ---: | --- |")
         for row in rows:
             print(_row(row))

@@ -267,7 +267,7 @@ def test_chunks_that_stay_are_not_looked_at_again(launches, monkeypatch):
     monkeypatch.setattr(plans, "_uploaded", lambda *a: uploads.append(1) or upload(*a))
     old = [encoded("quantwm", tokens=n) for n in LENGTHS]
     old[1] = sparse(old[1])
-    values = [encoded("rtn2", tokens=n) for n in LENGTHS]
+    values = [encoded("ternary", tokens=n) for n in LENGTHS]
     Decoding(queued(old, values)).write(*buffers(old, F16))
     made.clear(), uploads.clear()
     new = [*old[1:], encoded("quantwm", tokens=9)]
@@ -279,6 +279,19 @@ def test_chunks_that_stay_are_not_looked_at_again(launches, monkeypatch):
     assert len(made) == 1 and len(uploads) == 1 and len(launches) == 2
     assert all(batch.table.storage_offset() % 2 == 0 for batch in launches)  # 16 bytes
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
+def test_outputs_that_chunks_do_not_fit_into_are_refused(launches):
+    keys, wide = ([encoded(name, tokens=n) for n in (9, 5)] for name in ("quantwm", "rtn2"))
+    with pytest.raises(ValueError, match=r"values need an output \[1, 2, >= 17, 128\]"):
+        Decoding(queued(keys, wide)).write(*buffers(keys, F16))
+    decoding = Decoding(queued(keys, keys))
+    for cut in (lambda x: x[:, :, :16], lambda x: x[:, :1], lambda x: x[:0]):
+        with pytest.raises(ValueError, match=r"keys need an output \[1, 2, >= 17, 64\]"):
+            decoding.write(*map(cut, buffers(keys, F16)))
+    with pytest.raises(ValueError, match="must agree in batch rows"):
+        Decoding(queued([*keys, *wide], keys))
+    assert not launches
 
 
 def cache_of(name, **options):

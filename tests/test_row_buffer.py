@@ -47,6 +47,28 @@ def test_rows_of_a_chunk_that_were_forgotten_are_not_gathered(name, tokens, monk
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [24, 2])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("name", ["rtn-2bit", "rtn-2bit+calibrated", "bf16"])
+def test_current_rows_unlike_the_cache_are_refused(name, gather, tokens, monkeypatch):
+    """A kernel that writes packed rows into their buffer would write past its end."""
+    _, cache = run(name, monkeypatch, gather=gather)
+    honest = {"batch": 1, "heads": 2, "size": 64, "value_size": 64, "query_heads": 4}
+    for wrong in ({"batch": 2}, {"heads": 1}, {"heads": 4}, {"size": 32}, {"value_size": 32},
+                  {"query_heads": 3}):  # fmt: skip
+        to = honest | wrong
+        query, key, value = (
+            torch.randn(to["batch"], heads, tokens, size)
+            for heads, size in (
+                (to["query_heads"], to["size"]),
+                (to["heads"], to["size"]),
+                (to["heads"], to["value_size"]),
+            )
+        )
+        with pytest.raises(ValueError, match="layer 0 holds batch 1, 2 key/value heads"):
+            cache.attend(0, query, key, value)
+
+
 def test_columns_are_written_into_spare_channels():
     draw = Draw(1)
     shape = (1, 2, 9, 64)
@@ -109,3 +131,19 @@ def test_few_queries_read_packed_chunks(name, monkeypatch):
         assert not packed or all(call.by_steps == by_steps for call in calls[-1])
         assert (cache.decode_calls == decoded) == packed
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("queries", "forgotten", "reason"),
+    [(2, 30, "rows of the first were forgotten"), (16, 0, "more than 64 query rows")],
+)
+def test_few_queries_that_read_decoded_chunks_say_why(queries, forgotten, reason, monkeypatch):
+    from videokv.kernels.gpu import say_once
+
+    _, cache = run("rtn-2bit", monkeypatch, gather=True)
+    cache.forget(forgotten)
+    say_once.cache_clear()
+    heads = 10 if queries == 16 else 4
+    q, k, v = (torch.randn(1, n, queries, 64) for n in (heads, 2, 2))
+    with pytest.warns(UserWarning, match=reason):
+        cache.attend(0, q, k, v)

@@ -11,6 +11,7 @@ from cache_fakes import FakeRecipe, fill, rows
 import videokv
 from videokv.cache import KVCache, stacking
 from videokv.cache.chunks import DenseChunk, PackedChunk
+from videokv.kernels.gpu import say_once
 from videokv.recipes import recipes
 from videokv.tensors import held_bytes, walk_tensors
 
@@ -345,3 +346,26 @@ def test_queries_that_nobody_looks_at_are_not_held():
         (chunk,) = cache.layer_states()[0].chunks
         assert isinstance(chunk, DenseChunk)
         assert (chunk.queries is not None) == (name.endswith("calibrated"))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("none left"), "memory is short"),
+        (ValueError("too wide"), "together they are refused"),
+        (stacking._Unlike(), "formats depend on their numbers or differ"),
+    ],
+)
+def test_why_layers_are_packed_alone_is_said(together, error, reason, monkeypatch):
+    def fail(*arguments, **options):
+        raise error
+
+    recipe = videokv.recipe("rtn-2bit")
+    want = filled(recipe, [40], size=64)
+    together.turn(True)
+    monkeypatch.setattr(stacking, "_packed", fail)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"layers are packed one by one: .*{reason}"):
+        got = filled(recipe, [40], size=64)
+    for layer, state in want.layer_states().items():
+        assert unlike(state, got.layer_states()[layer]) == []

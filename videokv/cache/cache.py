@@ -234,7 +234,7 @@ class KVCache:
                 return self.recipe.attend(
                     query, [current], scale=scale, causal=causal, need_lse=False
                 )[0]
-            _check_current(held, key, value)
+            _check_current(held, query, key, value)
             output, lse = self._attend_past(held, query, current, scale=scale, causal=causal)
             if self._record_mass:
                 assert lse is not None
@@ -610,9 +610,24 @@ def _refuse_infinite(layers: list[LayerCache], end: int) -> None:
             layer.refuse_infinite(end)
 
 
-def _check_current(held: LayerCache, key: Tensor, value: Tensor) -> None:
+def _check_current(held: LayerCache, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Buffers get the shape of the current rows, and kernels write packed rows into them."""
     layout = held.state.layout
     assert layout is not None
+    rows, size = (layout.batch, layout.kv_heads), layout.key_dim
+    tokens = key.shape[2:3]
+    fits = (
+        key.shape == (*rows, *tokens, size)
+        and value.shape == (*rows, *tokens, layout.value_dim)
+        and query.ndim == 4
+        and (query.shape[0], query.shape[3]) == (layout.batch, size)
+        and query.shape[1] % layout.kv_heads == 0
+    )
+    if not fits:
+        raise ValueError(
+            f"layer {held.index} holds {layout.describe()}; got query {tuple(query.shape)}, key "
+            f"{tuple(key.shape)} and value {tuple(value.shape)}: the current rows must be like them"
+        )
     if key.dtype != layout.dtype or value.dtype != layout.dtype:
         raise ValueError(
             f"layer {held.index} holds {layout.dtype}; the current keys and values are "

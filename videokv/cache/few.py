@@ -77,9 +77,13 @@ def packed_calls(
     were not read before it are decoded.
     """
     packed = [chunk for chunk in chunks if isinstance(chunk, PackedChunk)]
-    if not packed or query.shape[2] > MOST_PACKED_QUERIES or packed[0].start < first:
+    if not packed or query.shape[2] > MOST_PACKED_QUERIES:
+        return None
+    if packed[0].start < first:
+        say_once("few queries read decoded chunks: rows of the first were forgotten")
         return None
     if query.shape[1] // packed[0].keys.shape[1] * query.shape[2] > MAX_ROWS:
+        say_once(f"few queries read decoded chunks: a KV head has more than {MAX_ROWS} query rows")
         return None
     key = (query.dtype, query.shape[:3], correction)
     capturing = _capturing(query.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+SAME_ROWS = 1e-4  # relative norm between a chunk's rows decoded alone and among others
 
 
 def selected(holder: T, index: Tensor, *, batch: int) -> T:
@@ -66,7 +67,12 @@ class _Selection:
 
     def _verified(self, before: Any, after: Any) -> Any:
         expected = before.decode(torch.float32).index_select(0, self.index)
-        if not torch.equal(after.decode(torch.float32), expected):
+        found = after.decode(torch.float32)
+        # Not bit for bit: a product with a rotation rounds by how many rows it has.
+        alike = found.shape == expected.shape and bool(
+            (found - expected).norm() <= SAME_ROWS * expected.norm()
+        )
+        if not alike:
             raise ValueError(
                 f"{type(before).__name__} does not keep the batch as the first dimension of its "
                 "tensors; give it a method select_batch(index)"

@@ -20,6 +20,7 @@ from torch import Tensor
 from videokv.cache.chunks import SAMPLED_QUERIES, DenseChunk, Job, PackedChunk
 from videokv.cache.layer import Coding, LayerCache
 from videokv.cache.moment import reads_queries
+from videokv.kernels.gpu import say_once
 from videokv.protocols import EncodeContext, Packed, Quantizer, Role
 from videokv.tensors import held_bytes, walk_tensors
 
@@ -67,11 +68,17 @@ def groups(
 def packed_together(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked | None:
     """The chunks that packing each job alone would give; None where that has to be done: parts of
     the jobs differ, the format depends on the numbers, or something is refused (alone, the error
-    names its layer)."""
+    names its layer). The reason is said once."""
     try:
         return _packed(coding, jobs, scale=scale)
-    except (_Unlike, ValueError, torch.OutOfMemoryError):
-        return None
+    except _Unlike:
+        reason = "their formats depend on their numbers or differ"
+    except torch.OutOfMemoryError:
+        reason = "memory is short"
+    except ValueError:  # whose words name the first layer, whichever it is about
+        reason = "together they are refused"
+    say_once(f"layers are packed one by one: {reason}")
+    return None
 
 
 def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked:

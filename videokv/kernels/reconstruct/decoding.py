@@ -34,6 +34,26 @@ class Source(NamedTuple):
     row: int
 
 
+class _Need(NamedTuple):
+    """What the chunks of a side take of its output: kernels write where no tensor ends."""
+
+    side: int
+    batch: int
+    heads: int
+    rows: int
+    size: int
+
+    def check(self, out: Tensor) -> None:
+        batch, heads, rows, size = out.shape
+        if (batch, heads, size) == (self.batch, self.heads, self.size) and rows >= self.rows:
+            return
+        what = "values" if self.side == VALUES else "keys"
+        raise ValueError(
+            f"chunks of {what} need an output [{self.batch}, {self.heads}, >= {self.rows}, "
+            f"{self.size}], got {tuple(out.shape)}"
+        )
+
+
 class _Ready(NamedTuple):
     """For one kind of output: batches with the side of their factor, and chunks one by one."""
 
@@ -46,6 +66,7 @@ class Decoding:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = tuple(sources)
+        self._needs = tuple(_need(self.sources, side) for side in (KEYS, VALUES))
         self._ready: dict[Hashable, _Ready] = {}
 
     def serves(self, sources: Sequence[Source]) -> bool:
@@ -65,8 +86,15 @@ class Decoding:
         FP16 and E4M3 saturate. By one launch for each format where the kernel serves it, else chunk
         by chunk. Only a first call with outputs of a dtype copies to the device (without waiting);
         in a CUDA graph's capture it decodes chunk by chunk instead.
+
+        Raises:
+            ValueError: chunks do not fit into an output: other batch rows, heads or head size, or
+                fewer rows.
         """
         outputs, factors = (keys, values), (None, value_factor)
+        for need, out in zip(self._needs, outputs, strict=True):
+            if need is not None:
+                need.check(out)
         ready = self._prepared(outputs, factors)
         for batch, side in ready.batches:
             batch.launch(*_outputs(outputs, side), factors[max(side, 0)])
@@ -114,6 +142,21 @@ class Decoding:
                 jobs.append(members[first : first + _LARGEST_GRID])
         made = plans.batches(jobs, device) if jobs else []
         return _Ready(list(zip(made, sides, strict=True)), rest)
+
+
+def _need(sources: Sequence[Source], side: int) -> _Need | None:
+    """Of the chunks of a side, which are alike but for their tokens; None without any."""
+    found = [source for source in sources if source.side == side]
+    if not found:
+        return None
+    kinds = {(*chunk.shape[:2], chunk.shape[3]) for chunk, *_ in found}
+    if len(kinds) > 1 or any(row < 0 for *_, row in found):
+        raise ValueError(
+            "chunks of one output must agree in batch rows, heads and head size and lie at rows "
+            f"from 0 on, got {sorted(kinds)} at rows {[row for *_, row in found]}"
+        )
+    ((batch, heads, size),) = kinds
+    return _Need(side, batch, heads, max(row + c.shape[2] for c, _, row in found), size)
 
 
 _Planned = tuple[Any, tuple[int, int, int, int]]  # ``plan.Plan``, and the chunk's shape
