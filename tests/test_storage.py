@@ -113,7 +113,7 @@ def edited(path, edit):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda h, t: h.update(format=99), "format 99, this version reads 2"),
+        (lambda h, t: h.update(format=99), "format 99, this version reads 3"),
         (lambda h, t: t.pop("t1"), "t1 is missing"),
         (lambda h, t: h["recipe"].update({"class": "os.system"}), "os.system"),
         (lambda h, t: h["recipe"]["fields"].pop("seed"), "has fields"),

@@ -20,8 +20,8 @@ from torch import Tensor
 from videokv.adapters.rows import Piece, Pieces, length
 from videokv.adapters.verify import RecordingCache
 from videokv.cache import KVCache
-from videokv.cache.layer import Layout
 from videokv.cache.rows import worth_gathering
+from videokv.cache.state import Layout
 from videokv.kernels.reconstruct import Rope
 from videokv.noise import ScoreNoise
 from videokv.protocols import Segment

@@ -18,7 +18,7 @@ from videokv.adapters.rows import Piece, Pieces, cut, holds, laid_over, length, 
 from videokv.adapters.served import check_window
 from videokv.adapters.verify import RecordingCache
 from videokv.cache import KVCache
-from videokv.cache.layer import LayerState
+from videokv.cache.state import LayerState
 from videokv.protocols import Segment
 
 Side = Literal["key", "value"]

@@ -13,12 +13,13 @@ from torch import Tensor
 from videokv.cache.chunks import Job, PackedChunk, sliced
 from videokv.cache.few import attend_all, packed_calls
 from videokv.cache.graphs import outside_graphs
-from videokv.cache.layer import Coding, LayerCache, LayerState
+from videokv.cache.layer import LayerCache
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
 from videokv.cache.memory import Memory, measured
 from videokv.cache.policy import CachePolicy, is_count
 from videokv.cache.rows import worth_gathering
 from videokv.cache.stacking import groups, packed_together
+from videokv.cache.state import Coding, LayerState
 from videokv.cache.workspace import Workspace
 from videokv.kernels.reconstruct import Rope
 from videokv.noise import ScoreNoise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,11 +19,12 @@ from videokv.cache.chunks import (
     sampled,
     sliced,
 )
-from videokv.cache.moment import QueryMoment, reads_queries, updated
+from videokv.cache.moment import reads_queries, updated
 from videokv.cache.narrow import NarrowBuffer, peak
-from videokv.cache.policy import CachePolicy
 from videokv.cache.rows import SPARE_CHANNELS, Held, Past, RowBuffer
 from videokv.cache.select import selected
+from videokv.cache.state import Coding, Commit, LayerState, Layout
+from videokv.cache.tails import overwrite, pieces, spliced, split
 from videokv.cache.workspace import Decoders
 from videokv.kernels.quantize_groups import DTYPES as PACKED_DTYPES
 from videokv.kernels.reconstruct import Rope, decode_into
@@ -31,91 +32,8 @@ from videokv.kernels.reconstruct.decoding import Decoding
 from videokv.kernels.score_columns import ChunkColumns, chunk_columns, history_from
 from videokv.kernels.score_columns.history import History
 from videokv.noise import ScoreNoise
-from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role, Segment
+from videokv.protocols import EncodeContext, Packed, Quantizer, Role, Segment
 from videokv.tensors import map_tensors, require_finite, walk_tensors
-
-
-@dataclass(frozen=True)
-class Coding:
-    """How all layers encode. ``keys`` or ``values`` None: that side stays dense."""
-
-    keys: Quantizer | None
-    values: Quantizer | None
-    correction: Correction | None
-    policy: CachePolicy
-    seed: int
-
-    @property
-    def dense(self) -> bool:
-        """Whether nothing is ever packed."""
-        return self.keys is None and self.values is None
-
-    @property
-    def reads_queries(self) -> bool:
-        """Whether a quantizer or the correction's fit looks at queries."""
-        return any(map(reads_queries, (self.keys, self.values, self.correction)))
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """What every later write must agree with."""
-
-    batch: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> Layout:
-        batch, heads, _, size = keys.shape
-        return cls(batch, heads, size, values.shape[3], keys.dtype, keys.device)
-
-    def describe(self) -> str:
-        return (
-            f"batch {self.batch}, {self.kv_heads} key/value heads, head sizes {self.key_dim} and "
-            f"{self.value_dim}, {self.dtype} on {self.device}"
-        )
-
-    def token_bytes(self) -> int:
-        """Bytes of one token, all batch rows and heads, in the model's dtype."""
-        size = self.key_dim + self.value_dim
-        return self.batch * self.kv_heads * size * self.dtype.itemsize
-
-
-@dataclass(frozen=True, eq=False)
-class LayerState:
-    """Everything a layer remembers; replaced as a whole, so that a failed commit undoes itself.
-
-    length: tokens committed since the start, dropped ones included. first: the oldest token that
-    may be read (those before it were forgotten). next_ordinal: of the next chunk; it goes on
-    counting when chunks are dropped, so that no later one becomes a sink. chunks: final, in order.
-    open: committed rows waiting to fill a chunk. tail: rows written but not committed.
-    """
-
-    length: int = 0
-    first: int = 0
-    next_ordinal: int = 0
-    chunks: tuple[Chunk, ...] = ()
-    open: Rows | None = None
-    tail: Rows | None = None
-    moment: QueryMoment | None = None
-    layout: Layout | None = None
-
-
-@dataclass
-class Commit:
-    """A commit under way: the state that it ends in, whose chunks are still being packed.
-
-    chunks: those held and the new ones, in order. places: of those that are to be packed. surplus:
-    ordinals of those that are dropped at the end.
-    """
-
-    end: LayerState
-    chunks: list[Chunk]
-    places: list[int]
-    surplus: set[int]
 
 
 class LayerCache:
@@ -200,9 +118,9 @@ class LayerCache:
             queries = None
         fresh = Rows(start, keys.detach(), values.detach(), _detached(queries))
         if tail is None or start == length and fresh.end >= tail.end:
-            tail = _overwrite(tail, fresh)
+            tail = overwrite(tail, fresh)
         else:
-            tail = _spliced(tail, fresh)
+            tail = spliced(tail, fresh)
         self.state = replace(self.state, tail=tail, layout=layout)
 
     def check_commit(self, end: int) -> None:
@@ -235,9 +153,9 @@ class LayerCache:
         """
         state, policy = self.state, self.coding.policy
         assert state.tail is not None and state.layout is not None
-        fresh, rest = _split(state.tail, end - state.length)
-        pieces, waiting = _pieces(state.open, fresh, policy.chunk_tokens)
-        chunks = [*state.chunks, *self._dense(pieces)]
+        fresh, rest = split(state.tail, end - state.length)
+        cut, waiting = pieces(state.open, fresh, policy.chunk_tokens)
+        chunks = [*state.chunks, *self._dense(cut)]
         surplus = policy.surplus([chunk.ordinal for chunk in chunks])
         moment, coding = state.moment, self.coding
         wanted = reads_queries(coding.keys) or reads_queries(coding.values)
@@ -247,7 +165,7 @@ class LayerCache:
         after = replace(
             state,
             length=end,
-            next_ordinal=state.next_ordinal + len(pieces),
+            next_ordinal=state.next_ordinal + len(cut),
             open=waiting,
             tail=rest,
             moment=moment,
@@ -518,22 +436,6 @@ class LayerCache:
                 self._peak_of[part] = peak(decoded(part.values, dtype))
         return torch.stack([self._peak_of[part] for part in held]).amax(0)
 
-    def packed_reads(self) -> list[tuple[Packed, Packed, tuple]] | None:
-        """Keys, values and noise of every packed chunk; None where one of them has a dense side, or
-        rows that were forgotten."""
-        correction = self.coding.correction
-        found = []
-        for chunk in self.state.chunks:
-            if not isinstance(chunk, PackedChunk):
-                continue
-            if isinstance(chunk.keys, Tensor) or isinstance(chunk.values, Tensor):
-                return None
-            if chunk.start < self.state.first:
-                return None
-            noise = () if correction is None else correction.noise(chunk.keys, chunk.factors)
-            found.append((chunk.keys, chunk.values, noise))
-        return found
-
     def crop(self, length: int, *, decode_partial: bool) -> None:
         """Forget every token from ``length`` on, the tail included.
 
@@ -747,46 +649,3 @@ def _check_queries(queries: Tensor, keys: Tensor, where: str) -> None:
             f"{where}: queries must be [B, Hq, T, D] for keys {tuple(keys.shape)}, Hq a multiple "
             f"of {heads}, got {tuple(queries.shape)}"
         )
-
-
-def _overwrite(tail: Rows | None, fresh: Rows) -> Rows:
-    """All of the tail anew; the buffers are used again where the shapes are the same."""
-    if (
-        tail is None
-        or tail.tokens != fresh.tokens
-        or (tail.queries is None) != (fresh.queries is None)
-    ):
-        return fresh.each(lambda t: t.clone(memory_format=torch.contiguous_format))
-    for old, new in zip(walk_tensors(tail), walk_tensors(fresh), strict=True):
-        old.copy_(new)
-    return tail
-
-
-def _spliced(tail: Rows, fresh: Rows) -> Rows:
-    """The tail with ``fresh`` laid over it, from anywhere inside it or right behind it."""
-    offset = fresh.start - tail.start
-    parts = [fresh]
-    if offset:
-        parts.insert(0, tail[:offset])
-    if fresh.end < tail.end:
-        parts.append(tail[fresh.end - tail.start :])
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole.followed_by(part)
-    return whole
-
-
-def _split(rows: Rows, count: int) -> tuple[Rows, Rows | None]:
-    return rows[:count], (rows[count:] if count < rows.tokens else None)
-
-
-def _pieces(
-    waiting: Rows | None, fresh: Rows, chunk_tokens: int | None
-) -> tuple[list[Rows], Rows | None]:
-    """Committed rows cut into chunks, and what is left waiting for more."""
-    if chunk_tokens is None:
-        return [fresh], None
-    rows = fresh if waiting is None else waiting.followed_by(fresh)
-    full = rows.tokens // chunk_tokens * chunk_tokens
-    pieces = [rows[at : at + chunk_tokens] for at in range(0, full, chunk_tokens)]
-    return pieces, (rows[full:] if full < rows.tokens else None)

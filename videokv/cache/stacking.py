@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from videokv.cache.chunks import SAMPLED_QUERIES, DenseChunk, Job, PackedChunk
-from videokv.cache.layer import Coding, LayerCache
+from videokv.cache.layer import LayerCache
 from videokv.cache.moment import reads_queries
+from videokv.cache.state import Coding
 from videokv.kernels.gpu import say_once
 from videokv.protocols import EncodeContext, Packed, Quantizer, Role
 from videokv.tensors import held_bytes, walk_tensors

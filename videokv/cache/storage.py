@@ -25,9 +25,9 @@ from torch import Tensor
 
 import videokv
 from videokv.cache.cache import KVCache
-from videokv.cache.layer import LayerState
+from videokv.cache.state import LayerState
 
-FORMAT = 2
+FORMAT = 3
 HEADER = "videokv"
 HEADER_CHECKSUM = "videokv_checksum"
 Classes = Mapping[str, type]
