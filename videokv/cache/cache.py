@@ -26,7 +26,7 @@ from videokv.noise import ScoreNoise
 from videokv.protocols import NARROW_BACKEND, Correction, Quantizer, Role, Segment
 
 # Backends that read the correction as columns: on a GPU the noise of packed chunks is made once a
-# commit, in the dtype of the columns. (Where "auto" falls back to the oracle, it sees that too.)
+# chunk, in the dtype of the columns. (Where "auto" falls back to the oracle, it sees that too.)
 COLUMN_BACKENDS = ("auto", "sdpa", "triton", NARROW_BACKEND)
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from videokv.kernels.blocks import as_bytes, row_alignment
 
 WIDEST_LOAD_BYTES = 16
-_HEADER = 3  # numbers of a row before those of ``Plan.stored``
 _TYPES = {
     torch.uint8: tl.uint8,
     torch.int8: tl.int8,
