@@ -69,6 +69,25 @@ class Schedule:
     poly: int = 0
 
 
+_FOUR_E4M3 = gl.constexpr("""
+{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}
+""")
+_SAME = gl.constexpr("mov.b32 $0, $1;")
+_AFTER = gl.constexpr("""
+{
+    .reg .pred never;
+    setp.lt.f32 never, $1, 0f00000000;
+    @never trap;
+    mov.b32 $0, $1;
+}
+""")
+
+
 @gluon.jit
 def _exp2(x, POLY: gl.constexpr):
     return gl.exp2(x)
@@ -89,16 +108,53 @@ def _weights(
 
 
 @gluon.jit
-def _operand(w, NARROW: gl.constexpr, KEYS: gl.constexpr, L: gl.constexpr):
-    """Weights as the left side of the product with values; NARROW: the columns are put in the order
-    of their keys (see the module), which moves nothing between threads."""
+def _packed(w, NARROW: gl.constexpr):
+    """Weights rounded to the type of the values; in E4M3 four keys in one number, which puts the
+    columns in the order of their keys (see the module) and moves nothing between threads."""
     if NARROW:
-        p = gl.reshape(w.to(gl.float8e4nv), [w.shape[0], 2, KEYS // 16, 4, 2])
-        p = gl.reshape(gl.permute(p, [0, 2, 3, 1, 4]), [w.shape[0], KEYS])
-        operand = gl.convert_layout(p, gl.DotOperandLayout(0, L, 4))
+        QUERIES: gl.constexpr = w.shape[0]
+        FOURS: gl.constexpr = w.shape[1] // 4
+        even, odd = gl.split(gl.reshape(w, [QUERIES, 2, FOURS, 2]))
+        a, c = gl.split(gl.permute(even, [0, 2, 1]))
+        b, d = gl.split(gl.permute(odd, [0, 2, 1]))
+        p = gl.inline_asm_elementwise(
+            _FOUR_E4M3, "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1
+        )
     else:
-        operand = gl.convert_layout(w.to(gl.bfloat16), gl.DotOperandLayout(0, L, 2))
+        p = w.to(gl.bfloat16)
+    return p
+
+
+@gluon.jit
+def _operand(p, NARROW: gl.constexpr, L: gl.constexpr):
+    """Packed weights as the left side of the product with values."""
+    if NARROW:
+        # Each number four times, of which the assembly takes one: four elements in its place.
+        p = gl.join(p, p)
+        p = gl.join(p, p)
+        p = gl.reshape(p, [p.shape[0], p.shape[1] * 4])
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, L, 4))
+        operand = gl.inline_asm_elementwise(
+            _SAME, "=r,r,r,r,r", [p], dtype=gl.float8e4nv, is_pure=True, pack=4
+        )
+    else:
+        operand = gl.convert_layout(p, gl.DotOperandLayout(0, L, 2))
     return operand
+
+
+@gluon.jit
+def _add_values(p, v_ring, slot, acc, NARROW: gl.constexpr, L: gl.constexpr):
+    """The product with a block of values, begun: in E4M3 a sum of its own, else added to acc."""
+    KEYS: gl.constexpr = v_ring.shape[1]
+    left = _operand(p, NARROW, L)
+    if NARROW:
+        added = warpgroup_mma(
+            left, _value(v_ring, slot, NARROW), acc, use_acc=False, is_async=True,
+            max_num_imprecise_acc=KEYS,
+        )  # fmt: skip
+    else:
+        added = warpgroup_mma(left, _value(v_ring, slot, NARROW), acc, is_async=True)
+    return added
 
 
 @gluon.jit
@@ -170,7 +226,7 @@ def _attend_part(
             if tokens - begin * KEYS < KEYS:
                 s = _hidden(s, tokens - begin * KEYS, NARROW, L)
             w, peak, total, shrink = _weights(s, peak, total, unit, SHIFT, POLY, LV)
-            p = _operand(w, NARROW, KEYS, LV)
+            p = _packed(w, NARROW)
             if not NARROW:
                 acc = acc * shrink[:, None]
             for block in range(begin + 1, end):
@@ -184,12 +240,9 @@ def _attend_part(
                 s = _score(q, e, k_ring, x_ring, slot, L, COLUMNS)
                 mbarrier.wait(v_full.index(v_slot), v_phase)
                 if NARROW:
-                    added = warpgroup_mma(
-                        p, _value(v_ring, v_slot, NARROW), zeros, use_acc=False, is_async=True,
-                        max_num_imprecise_acc=KEYS,
-                    )  # fmt: skip
+                    added = _add_values(p, v_ring, v_slot, zeros, NARROW, LV)
                 else:
-                    added = warpgroup_mma(p, _value(v_ring, v_slot, NARROW), acc, is_async=True)
+                    added = _add_values(p, v_ring, v_slot, acc, NARROW, LV)
                 if TURNS:
                     mbarrier.arrive(turns.index(1 - WHICH), count=1)
                     turn += 1
@@ -198,8 +251,12 @@ def _attend_part(
                 if tokens - block * KEYS < KEYS:
                     s = _hidden(s, tokens - block * KEYS, NARROW, L)
                 w, peak, total, next_shrink = _weights(s, peak, total, unit, SHIFT, POLY, LV)
-                p_next = _operand(w, NARROW, KEYS, LV)
-                added = warpgroup_mma_wait(0, deps=[added])
+                p_next = _packed(w, NARROW)
+                # The assembler would wait before the softmax; it does not move a wait above a trap.
+                total = gl.inline_asm_elementwise(
+                    _AFTER, "=r,r", [total], dtype=gl.float32, is_pure=False, pack=1
+                )
+                added, total = warpgroup_mma_wait(0, deps=[added, total])
                 mbarrier.arrive(v_empty.index(v_slot), count=1)
                 if NARROW:
                     acc = acc * shrink[:, None] + added
@@ -211,14 +268,11 @@ def _attend_part(
             mbarrier.wait(v_full.index(v_slot), done // VALUE_STAGES & 1)
             done += 1
             if NARROW:
-                added = warpgroup_mma(
-                    p, _value(v_ring, v_slot, NARROW), zeros, use_acc=False, is_async=True,
-                    max_num_imprecise_acc=KEYS,
-                )  # fmt: skip
+                added = _add_values(p, v_ring, v_slot, zeros, NARROW, LV)
                 added = warpgroup_mma_wait(0, deps=[added])
                 acc = acc * shrink[:, None] + added
             else:
-                acc = warpgroup_mma(p, _value(v_ring, v_slot, NARROW), acc, is_async=True)
+                acc = _add_values(p, v_ring, v_slot, acc, NARROW, LV)
                 acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(v_slot), count=1)
     else:
@@ -231,19 +285,16 @@ def _attend_part(
             if tokens - block * KEYS < KEYS:
                 s = _hidden(s, tokens - block * KEYS, NARROW, L)
             w, peak, total, shrink = _weights(s, peak, total, unit, SHIFT, POLY, LV)
-            p = _operand(w, NARROW, KEYS, LV)
+            p = _packed(w, NARROW)
             v_slot = done % VALUE_STAGES
             mbarrier.wait(v_full.index(v_slot), done // VALUE_STAGES & 1)
             if NARROW:
-                added = warpgroup_mma(
-                    p, _value(v_ring, v_slot, NARROW), zeros, use_acc=False, is_async=True,
-                    max_num_imprecise_acc=KEYS,
-                )  # fmt: skip
+                added = _add_values(p, v_ring, v_slot, zeros, NARROW, LV)
                 added = warpgroup_mma_wait(0, deps=[added])
                 acc = acc * shrink[:, None] + added
             else:
                 acc = acc * shrink[:, None]
-                acc = warpgroup_mma(p, _value(v_ring, v_slot, NARROW), acc, is_async=True)
+                acc = _add_values(p, v_ring, v_slot, acc, NARROW, LV)
                 acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(v_slot), count=1)
             done += 1
