@@ -82,7 +82,7 @@ _AFTER = gl.constexpr("""
 {
     .reg .pred never;
     setp.lt.f32 never, $1, 0f00000000;
-    @never trap;
+    .reg .b32 at; mov.u32 at, 0; @never st.shared.f32 [at], $1;
     mov.b32 $0, $1;
 }
 """)
@@ -251,19 +251,18 @@ def _attend_part(
                 if tokens - block * KEYS < KEYS:
                     s = _hidden(s, tokens - block * KEYS, NARROW, L)
                 w, peak, total, next_shrink = _weights(s, peak, total, unit, SHIFT, POLY, LV)
-                p_next = _packed(w, NARROW)
                 # The assembler would wait before the softmax; it does not move a wait above a trap.
                 total = gl.inline_asm_elementwise(
                     _AFTER, "=r,r", [total], dtype=gl.float32, is_pure=False, pack=1
                 )
-                added, total = warpgroup_mma_wait(0, deps=[added, total])
+                added, w, total = warpgroup_mma_wait(0, deps=[added, w, total])
                 mbarrier.arrive(v_empty.index(v_slot), count=1)
                 if NARROW:
                     acc = acc * shrink[:, None] + added
                 else:
                     acc = added * next_shrink[:, None]
                 shrink = next_shrink
-                p = p_next
+                p = _packed(w, NARROW)
             v_slot = done % VALUE_STAGES
             mbarrier.wait(v_full.index(v_slot), done // VALUE_STAGES & 1)
             done += 1
