@@ -512,7 +512,16 @@ def _load(
             )  # fmt: skip
 
 
-_COUNTS = ["unit", "heads", "group", "rows", "row_blocks", "blocks", "past_tokens", "current_tokens"]
+_COUNTS = [
+    "unit",
+    "heads",
+    "group",
+    "rows",
+    "row_blocks",
+    "blocks",
+    "past_tokens",
+    "current_tokens",
+]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
@@ -580,7 +589,9 @@ def _forward(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "row_blocks", "first_block", "rest", "key_blocks", "programs"])
+@triton.jit(
+    do_not_specialize=["rows", "row_blocks", "first_block", "rest", "key_blocks", "programs"]
+)
 def _merge(
     out, lse, part, part_lse, rows, row_blocks, first_block, rest, key_blocks, programs,
     QUERIES: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr,
@@ -775,7 +786,11 @@ def _padded(x: Tensor) -> Tensor:
     if x.shape[3] < COLUMNS:
         x = torch.nn.functional.pad(x, (0, COLUMNS - x.shape[3]))
     x = x.to(torch.bfloat16)
-    return x if _movable(x) and _in_fours(x) else torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 4))
+    return (
+        x
+        if _movable(x) and _in_fours(x)
+        else torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 4))
+    )
 
 
 _LAYOUTS = {
