@@ -48,6 +48,7 @@ QUERIES = 64  # of a warpgroup
 KEYS = 128  # of a block
 _WARPS = 12  # 4 + 4 that multiply, 1 that loads and 3 that fill up its warpgroup
 _REGISTERS = 65536
+_SMALLEST_SHARE = 4  # blocks of keys
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def _exp2(x, POLY: gl.constexpr):
     """2^x, of every 16 POLY (0, 2, 4, 6 or 8) as polynomials."""
     if POLY == 0:
         w = gl.exp2(x)
+    elif POLY == 99:
+        w = x * 0.25
     else:
         a, b = _halves(x)
         if POLY == 8:
@@ -362,14 +365,15 @@ def _attend_part(
 
 
 @gluon.jit
-def _share(blocks, key_blocks):
+def _share(blocks, key_blocks, sharers):
     """How many blocks of queries this program does whole, and its share of the rest: from and to
     which block of keys, counted through the rest."""
-    programs = gl.num_programs(0)
     program = gl.program_id(0)
-    whole = blocks // programs
-    rest = (blocks - whole * programs) * key_blocks
-    return whole, program * rest // programs, (program + 1) * rest // programs
+    whole = blocks // gl.num_programs(0)
+    rest = (blocks - whole * gl.num_programs(0)) * key_blocks
+    sharer = gl.minimum(program, sharers)
+    next_sharer = gl.minimum(program + 1, sharers)
+    return whole, sharer * rest // sharers, next_sharer * rest // sharers
 
 
 @gluon.jit
@@ -407,7 +411,7 @@ def _consume(
     """A warpgroup that multiplies: 64 queries of each piece."""
     q_buf, e_buf, k_ring, x_ring, v_ring = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
-    heads, group, rows, row_blocks, blocks, past_tokens, current_tokens = sizes
+    heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens = sizes
     QUERIES: gl.constexpr = q_buf.shape[1]
     KEYS: gl.constexpr = k_ring.shape[1]
     SIZE: gl.constexpr = v_ring.shape[2]
@@ -418,7 +422,7 @@ def _consume(
     SHIFT: gl.constexpr = 8.0 if NARROW else 0.0
     past_blocks = gl.cdiv(past_tokens, KEYS)
     key_blocks = past_blocks + gl.cdiv(current_tokens, KEYS)
-    whole, first, last = _share(blocks, key_blocks)
+    whole, first, last = _share(blocks, key_blocks, sharers)
     done = 0
     turn = 0
     q = q_buf.index(WHICH)
@@ -533,13 +537,13 @@ def _load(
     q_desc, e_desc, k_desc, x_desc, v_desc, ck_desc, cv_desc = descs
     q_buf, e_buf, k_ring, x_ring, v_ring = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
-    heads, group, rows, row_blocks, blocks, past_tokens, current_tokens = sizes
+    heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens = sizes
     QUERIES: gl.constexpr = q_buf.shape[1]
     KEYS: gl.constexpr = k_ring.shape[1]
     SIZE: gl.constexpr = v_ring.shape[2]
     past_blocks = gl.cdiv(past_tokens, KEYS)
     key_blocks = past_blocks + gl.cdiv(current_tokens, KEYS)
-    whole, first, last = _share(blocks, key_blocks)
+    whole, first, last = _share(blocks, key_blocks, sharers)
     rings = (k_ring, x_ring, v_ring)
     part_bars = (k_full, k_empty, v_full, v_empty, turns)
     done = 0
@@ -574,14 +578,8 @@ def _load(
 
 
 _COUNTS = [
-    "unit",
-    "heads",
-    "group",
-    "rows",
-    "row_blocks",
-    "blocks",
-    "past_tokens",
-    "current_tokens",
+    *("unit", "heads", "group", "rows", "row_blocks", "blocks", "sharers"),
+    *("past_tokens", "current_tokens"),
 ]
 
 
@@ -589,7 +587,7 @@ _COUNTS = [
 def _forward(
     q_desc, e_desc, k_desc, x_desc, v_desc, ck_desc, cv_desc,
     out, lse, part, part_lse, value_scale,
-    unit, heads, group, rows, row_blocks, blocks, past_tokens, current_tokens,
+    unit, heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens,
     QUERIES: gl.constexpr, KEYS: gl.constexpr, SIZE: gl.constexpr,
     HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr, NARROW: gl.constexpr,
     COLUMNS: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
@@ -633,7 +631,7 @@ def _forward(
     bufs = (q_buf, e_buf, k_ring, x_ring, v_ring)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     descs = (q_desc, e_desc, k_desc, x_desc, v_desc, ck_desc, cv_desc)
-    sizes = (heads, group, rows, row_blocks, blocks, past_tokens, current_tokens)
+    sizes = (heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens)
     gl.warp_specialize(
         [
             (_consume, (bufs, bars, out, lse, part, part_lse, value_scale, sizes, unit,
@@ -650,11 +648,12 @@ def _forward(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["rows", "row_blocks", "first_block", "rest", "key_blocks", "programs"]
-)
+_MERGE_COUNTS = ["rows", "row_blocks", "first_block", "rest", "key_blocks", "sharers"]
+
+
+@triton.jit(do_not_specialize=_MERGE_COUNTS)
 def _merge(
-    out, lse, part, part_lse, rows, row_blocks, first_block, rest, key_blocks, programs,
+    out, lse, part, part_lse, rows, row_blocks, first_block, rest, key_blocks, sharers,
     QUERIES: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Adds up the shares of a block of queries, BM of them, where there are several.
@@ -662,8 +661,8 @@ def _merge(
     rest: blocks of keys of all blocks of queries from first_block on.
     """
     start = tl.program_id(0) * key_blocks  # the block's first block of keys, among all
-    first = ((start + 1) * programs - 1) // rest
-    last = ((start + key_blocks) * programs - 1) // rest
+    first = ((start + 1) * sharers - 1) // rest
+    last = ((start + key_blocks) * sharers - 1) // rest
     if first < last:
         lane = tl.program_id(1) * BM + tl.arange(0, BM)
         channel = tl.arange(0, SIZE)
@@ -764,9 +763,10 @@ def attend(call: Call, *, schedule: Schedule | None = None) -> tuple[Tensor, Ten
     programs = _programs(query.device) if schedule.shared_tail else blocks
     first_block = blocks // programs * programs
     rest = (blocks - first_block) * key_blocks
+    sharers = min(programs, max(1, rest // _SMALLEST_SHARE))
     out = query.new_empty(batch, heads, rows, SIZE)
     lse = torch.empty(batch, heads, rows, device=query.device, dtype=torch.float32)
-    shares = 2 * programs if rest else 1
+    shares = 2 * sharers if rest else 1
     part = torch.empty(shares, 2 * QUERIES, SIZE, device=query.device, dtype=torch.float32)
     part_lse = torch.empty(shares, 2 * QUERIES, device=query.device, dtype=torch.float32)
     past_descs = [None, None, None]
@@ -795,6 +795,7 @@ def attend(call: Call, *, schedule: Schedule | None = None) -> tuple[Tensor, Ten
             rows,
             row_blocks,
             blocks,
+            sharers,
             past_tokens,
             current_tokens,
             QUERIES=QUERIES,
@@ -817,7 +818,7 @@ def attend(call: Call, *, schedule: Schedule | None = None) -> tuple[Tensor, Ten
         if rest:
             _merge[(blocks - first_block, 4)](
                 out, lse, part, part_lse, rows, row_blocks, first_block, rest, key_blocks,
-                programs, QUERIES=2 * QUERIES, SIZE=SIZE, BM=QUERIES // 2, num_warps=4,
+                sharers, QUERIES=2 * QUERIES, SIZE=SIZE, BM=QUERIES // 2, num_warps=4,
             )  # fmt: skip
     return out, lse
 
@@ -847,11 +848,9 @@ def _padded(x: Tensor) -> Tensor:
     if x.shape[3] < COLUMNS:
         x = torch.nn.functional.pad(x, (0, COLUMNS - x.shape[3]))
     x = x.to(torch.bfloat16)
-    return (
-        x
-        if _movable(x) and _in_fours(x)
-        else torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 4))
-    )
+    if _movable(x) and _in_fours(x):
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 4))
 
 
 _LAYOUTS = {
