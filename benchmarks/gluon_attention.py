@@ -35,18 +35,19 @@ CHECKS = (
 )
 BASELINES = ("cudnn",)
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "simple": {"ahead": False},
-    "ahead": {"turns": False},
-    "turns": {},
-    "turns, 3 stages of keys": {"key_stages": 3},
-    "turns, 2 of 16": {"poly": 2},
-    "turns, 4 of 16": {"poly": 4},
-    "ahead, 4 of 16": {"turns": False, "poly": 4},
-    "turns, no shares": {"shared_tail": False},
-    "turns, unchecked no exp": {"poly": 99},
-    "ahead, unchecked no exp": {"poly": 99, "turns": False},
-    "turns, bf16": {"bf16": True},
-    "ahead, bf16": {"bf16": True, "turns": False},
+    "turns unchecked": {},
+    "turns unchecked 66": {"programs": 66},
+    "turns unchecked 33": {"programs": 33},
+    "ahead unchecked 66": {"turns": False, "programs": 66},
+    "simple unchecked 66": {"ahead": False, "programs": 66},
+    "simple unchecked 33": {"ahead": False, "programs": 33},
+    "ahead unchecked no exp 66": {"poly": 99, "turns": False, "programs": 66},
+    "turns unchecked no columns": {},
+    "turns unchecked no columns 66": {"programs": 66},
+    "turns unchecked past alone": {},
+    "turns unchecked zeros": {},
+    "turns unchecked bf16 66": {"bf16": True, "programs": 66},
+    "turns unchecked bf16": {"bf16": True},
 }
 
 
@@ -125,7 +126,15 @@ def milliseconds(run: Callable[[], Any], *, rounds: int = 40) -> float:
         end.record()
         times.append((start, end))
     torch.cuda.synchronize()
-    return sorted(s.elapsed_time(e) for s, e in times)[rounds // 2]
+    ms = sorted(s.elapsed_time(e) for s, e in times)[rounds // 2]
+    smi = subprocess.Popen(["nvidia-smi", "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader"], stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 1.5
+    while smi.poll() is None and time.monotonic() < until:
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+    say("clock " + (smi.stdout.read().strip() if smi.poll() is not None else "?"))
+    return ms
 
 
 def child(name: str) -> None:
@@ -159,7 +168,9 @@ def child(name: str) -> None:
         words = ""
         if "unchecked" not in name:
             words = check(lambda call: hopper.attend(call, schedule=schedule), bf16=bf16)
-        call = make_call(HEADS, HEADS, CHUNK, CACHED * CHUNK, CHUNK, 16, bf16=bf16)
+        call = make_call(HEADS, HEADS, CHUNK, CACHED * CHUNK, 0 if "alone" in name else CHUNK, 0 if "no columns" in name else 16, bf16=bf16)
+        if "zeros" in name:
+            call.query.zero_(); call.past.keys.zero_(); call.past.values.view(torch.uint8).zero_(); call.current.keys.zero_(); call.current.values.zero_()
 
         def run() -> Any:
             return hopper.attend(call, schedule=schedule)
@@ -233,10 +244,11 @@ def main(names: list[str], seconds: float) -> None:
         assert one.process.stdin is not None
         one.process.stdin.write("go\n")
         one.process.stdin.flush()
+        clock = one.line("clock", 8)
         took = one.line("took", 8)
         if took is None:
             took = f"FAILED: {one.last_words()}"
-        say(f"{one.name:34} {took.removeprefix('took')}   {words}")
+        say(f"{one.name:34} {took.removeprefix('took')}   {words} {clock}")
         one.process.kill()
 
 

@@ -68,6 +68,7 @@ class Schedule:
     shared_tail: bool = True
     registers: int = 240
     poly: int = 0
+    programs: int = 0
 
 
 _FOUR_E4M3 = gl.constexpr("""
@@ -761,6 +762,7 @@ def attend(call: Call, *, schedule: Schedule | None = None) -> tuple[Tensor, Ten
     blocks = row_blocks * batch * heads
     key_blocks = triton.cdiv(past_tokens, KEYS) + triton.cdiv(current_tokens, KEYS)
     programs = _programs(query.device) if schedule.shared_tail else blocks
+    programs = schedule.programs or programs
     first_block = blocks // programs * programs
     rest = (blocks - first_block) * key_blocks
     sharers = min(programs, max(1, rest // _SMALLEST_SHARE))
