@@ -35,19 +35,19 @@ CHECKS = (
 )
 BASELINES = ("cudnn",)
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "turns unchecked": {},
-    "turns unchecked 66": {"programs": 66},
-    "turns unchecked 33": {"programs": 33},
-    "ahead unchecked 66": {"turns": False, "programs": 66},
-    "simple unchecked 66": {"ahead": False, "programs": 66},
-    "simple unchecked 33": {"ahead": False, "programs": 33},
-    "ahead unchecked no exp 66": {"poly": 99, "turns": False, "programs": 66},
-    "turns unchecked no columns": {},
-    "turns unchecked no columns 66": {"programs": 66},
-    "turns unchecked past alone": {},
-    "turns unchecked zeros": {},
-    "turns unchecked bf16 66": {"bf16": True, "programs": 66},
-    "turns unchecked bf16": {"bf16": True},
+    "simple": {"ahead": False},
+    "ahead": {"turns": False},
+    "turns": {},
+    "turns, 3 keys": {"key_stages": 3},
+    "ahead, 3 keys": {"key_stages": 3, "turns": False},
+    "simple, 3 keys unchecked": {"key_stages": 3, "ahead": False},
+    "turns, 3 keys, 2 of 16": {"key_stages": 3, "poly": 2},
+    "turns, 3 keys, 4 of 16": {"key_stages": 3, "poly": 4},
+    "turns, 3 keys, no exp unchecked": {"key_stages": 3, "poly": 99},
+    "turns, 3 keys 66 unchecked": {"key_stages": 3, "programs": 66},
+    "turns, 3 keys, no columns unchecked": {"key_stages": 3},
+    "turns, bf16": {"bf16": True},
+    "ahead, bf16": {"bf16": True, "turns": False},
 }
 
 

@@ -486,67 +486,73 @@ def _fetch(desc, place, bar, target, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _load_part(
-    k_desc, x_desc, v_desc, rings, bars, done, batch, lane, kv_heads, begin, end,
-    NARROW: gl.constexpr, COLUMNS: gl.constexpr,
-    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+def _load_keys_of(
+    k_desc, x_desc, k_ring, x_ring, k_full, k_empty, done, batch, lane, kv_heads, begin, end,
+    NARROW: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Blocks begin to end of the past or of the current rows, keys and values in turn."""
-    k_ring, x_ring, v_ring = rings
-    k_full, k_empty, v_full, v_empty, turns = bars
+    """Keys of blocks begin to end of the past or of the current rows, and their columns."""
     KEYS: gl.constexpr = k_ring.shape[1]
-    SIZE: gl.constexpr = v_ring.shape[2]
+    SIZE: gl.constexpr = k_ring.shape[2]
     for step in range(begin, end):
-        slot = done % KEY_STAGES
-        k_bar = k_full.index(slot)
-        mbarrier.wait(k_empty.index(slot), (done // KEY_STAGES + 1) & 1)
+        slot = done % STAGES
+        bar = k_full.index(slot)
+        mbarrier.wait(k_empty.index(slot), (done // STAGES + 1) & 1)
         if COLUMNS:
-            mbarrier.expect(k_bar, k_desc.block_type.nbytes + x_desc.block_type.nbytes)
+            mbarrier.expect(bar, k_desc.block_type.nbytes + x_desc.block_type.nbytes)
         else:
-            mbarrier.expect(k_bar, k_desc.block_type.nbytes)
+            mbarrier.expect(bar, k_desc.block_type.nbytes)
         if NARROW:
             fours = [batch * kv_heads + lane, 0, step * (KEYS // 4), 0, 0]
-            _fetch(k_desc, fours, k_bar, k_ring.index(slot), [1, 2, KEYS // 4, 2, SIZE])
+            _fetch(k_desc, fours, bar, k_ring.index(slot), [1, 2, KEYS // 4, 2, SIZE])
             if COLUMNS:
-                _fetch(x_desc, fours, k_bar, x_ring.index(slot), [1, 2, KEYS // 4, 2, COLUMNS])
+                _fetch(x_desc, fours, bar, x_ring.index(slot), [1, 2, KEYS // 4, 2, COLUMNS])
         else:
             place = [batch, lane, step * KEYS, 0]
-            _fetch(k_desc, place, k_bar, k_ring.index(slot), [1, 1, KEYS, SIZE])
+            _fetch(k_desc, place, bar, k_ring.index(slot), [1, 1, KEYS, SIZE])
             if COLUMNS:
-                _fetch(x_desc, place, k_bar, x_ring.index(slot), [1, 1, KEYS, COLUMNS])
-        v_slot = done % VALUE_STAGES
-        v_bar = v_full.index(v_slot)
-        mbarrier.wait(v_empty.index(v_slot), (done // VALUE_STAGES + 1) & 1)
-        mbarrier.expect(v_bar, v_desc.block_type.nbytes)
-        if NARROW:
-            turned = _value(v_ring, v_slot, True).permute([1, 0])
-            _fetch(v_desc, [batch, lane, 0, step * KEYS], v_bar, turned, [1, 1, SIZE, KEYS])
-        else:
-            here = [batch, lane, step * KEYS, 0]
-            _fetch(v_desc, here, v_bar, v_ring.index(v_slot), [1, 1, KEYS, SIZE])
+                _fetch(x_desc, place, bar, x_ring.index(slot), [1, 1, KEYS, COLUMNS])
         done += 1
     return done
 
 
 @gluon.jit
-def _load(
+def _load_values_of(
+    v_desc, v_ring, v_full, v_empty, done, batch, lane, begin, end,
+    NARROW: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Values of blocks begin to end of the past or of the current rows."""
+    KEYS: gl.constexpr = v_ring.shape[1]
+    SIZE: gl.constexpr = v_ring.shape[2]
+    for step in range(begin, end):
+        slot = done % STAGES
+        bar = v_full.index(slot)
+        mbarrier.wait(v_empty.index(slot), (done // STAGES + 1) & 1)
+        mbarrier.expect(bar, v_desc.block_type.nbytes)
+        if NARROW:
+            turned = _value(v_ring, slot, True).permute([1, 0])
+            _fetch(v_desc, [batch, lane, 0, step * KEYS], bar, turned, [1, 1, SIZE, KEYS])
+        else:
+            _fetch(v_desc, [batch, lane, step * KEYS, 0], bar, v_ring.index(slot), [1, 1, KEYS, SIZE])
+        done += 1
+    return done
+
+
+@gluon.jit
+def _load_keys(
     descs, bufs, bars, sizes,
     HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr, NARROW: gl.constexpr,
-    COLUMNS: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: queries of each piece, then its blocks of keys and values."""
-    q_desc, e_desc, k_desc, x_desc, v_desc, ck_desc, cv_desc = descs
-    q_buf, e_buf, k_ring, x_ring, v_ring = bufs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
+    """The warp that loads the queries of each piece, then its keys."""
+    q_desc, e_desc, k_desc, x_desc, ck_desc = descs
+    q_buf, e_buf, k_ring, x_ring = bufs
+    q_full, q_empty, k_full, k_empty = bars
     heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens = sizes
     QUERIES: gl.constexpr = q_buf.shape[1]
-    KEYS: gl.constexpr = k_ring.shape[1]
-    SIZE: gl.constexpr = v_ring.shape[2]
-    past_blocks = gl.cdiv(past_tokens, KEYS)
-    key_blocks = past_blocks + gl.cdiv(current_tokens, KEYS)
+    SIZE: gl.constexpr = k_ring.shape[2]
+    past_blocks = gl.cdiv(past_tokens, k_ring.shape[1])
+    key_blocks = past_blocks + gl.cdiv(current_tokens, k_ring.shape[1])
     whole, first, last = _share(blocks, key_blocks, sharers)
-    rings = (k_ring, x_ring, v_ring)
-    part_bars = (k_full, k_empty, v_full, v_empty, turns)
     done = 0
     for number in range(_pieces(whole, first, last, key_blocks)):
         block, begin, end = _piece(number, whole, first, last, key_blocks)
@@ -566,15 +572,46 @@ def _load(
             if COLUMNS:
                 _fetch(e_desc, place, q_full, e_buf.index(which), [1, 1, QUERIES, COLUMNS])
         if HAS_PAST:
-            done = _load_part(
-                k_desc, x_desc, v_desc, rings, part_bars, done, batch, lane, heads // group,
-                begin, gl.minimum(end, past_blocks), NARROW, COLUMNS, KEY_STAGES, VALUE_STAGES,
+            done = _load_keys_of(
+                k_desc, x_desc, k_ring, x_ring, k_full, k_empty, done, batch, lane, heads // group,
+                begin, gl.minimum(end, past_blocks), NARROW, COLUMNS, STAGES,
             )  # fmt: skip
         if HAS_CURRENT:
-            done = _load_part(
-                ck_desc, ck_desc, cv_desc, rings, part_bars, done, batch, lane, heads // group,
-                gl.maximum(begin - past_blocks, 0), end - past_blocks, False, 0,
-                KEY_STAGES, VALUE_STAGES,
+            done = _load_keys_of(
+                ck_desc, ck_desc, k_ring, x_ring, k_full, k_empty, done, batch, lane,
+                heads // group, gl.maximum(begin - past_blocks, 0), end - past_blocks,
+                False, 0, STAGES,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _load_values(
+    descs, v_ring, bars, sizes,
+    HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr, NARROW: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads values. Keys are another's: they are wanted a block earlier, and would
+    wait here for room for values."""
+    v_desc, cv_desc = descs
+    v_full, v_empty = bars
+    heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens = sizes
+    past_blocks = gl.cdiv(past_tokens, v_ring.shape[1])
+    key_blocks = past_blocks + gl.cdiv(current_tokens, v_ring.shape[1])
+    whole, first, last = _share(blocks, key_blocks, sharers)
+    done = 0
+    for number in range(_pieces(whole, first, last, key_blocks)):
+        block, begin, end = _piece(number, whole, first, last, key_blocks)
+        line = block // row_blocks
+        batch = line // heads
+        lane = line % heads // group
+        if HAS_PAST:
+            done = _load_values_of(
+                v_desc, v_ring, v_full, v_empty, done, batch, lane,
+                begin, gl.minimum(end, past_blocks), NARROW, STAGES,
+            )  # fmt: skip
+        if HAS_CURRENT:
+            done = _load_values_of(
+                cv_desc, v_ring, v_full, v_empty, done, batch, lane,
+                gl.maximum(begin - past_blocks, 0), end - past_blocks, False, STAGES,
             )  # fmt: skip
 
 
@@ -631,7 +668,6 @@ def _forward(
 
     bufs = (q_buf, e_buf, k_ring, x_ring, v_ring)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
-    descs = (q_desc, e_desc, k_desc, x_desc, v_desc, ck_desc, cv_desc)
     sizes = (heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens)
     gl.warp_specialize(
         [
@@ -641,11 +677,14 @@ def _forward(
             (_consume, (bufs, bars, out, lse, part, part_lse, value_scale, sizes, unit,
                         1, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES, VALUE_STAGES,
                         AHEAD, TURNS, POLY)),
-            (_load, (descs, bufs, bars, sizes,
-                     HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES, VALUE_STAGES)),
+            (_load_keys, ((q_desc, e_desc, k_desc, x_desc, ck_desc),
+                          (q_buf, e_buf, k_ring, x_ring), (q_full, q_empty, k_full, k_empty),
+                          sizes, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES)),
+            (_load_values, ((v_desc, cv_desc), v_ring, (v_full, v_empty), sizes,
+                            HAS_PAST, HAS_CURRENT, NARROW, VALUE_STAGES)),
         ],
-        [4, 1],
-        [REGISTERS, LOADER_REGISTERS],
+        [4, 1, 1],
+        [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
 
 
