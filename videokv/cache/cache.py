@@ -480,12 +480,15 @@ class KVCache:
     def _packed(
         self, group: list[LayerCache], jobs: list[Job], *, scale: float
     ) -> list[PackedChunk]:
-        found = packed_together(self._coding, jobs, scale=scale) if len(jobs) > 1 else None
+        found = None
+        if len(jobs) > 1:
+            wanted = group[0].keeps_columns
+            found = packed_together(self._coding, jobs, scale=scale, columns=wanted)
         if found is None:
             return [layer.packed(job, scale=scale) for layer, job in zip(group, jobs, strict=True)]
         self._workspace.note_stack(found.stack_bytes)
-        for layer in group:
-            layer.count_encoded()
+        for layer, chunk, columns in zip(group, found.chunks, found.columns, strict=True):
+            layer.packed_elsewhere(chunk, columns)
         return found.chunks
 
     def _attend_past(

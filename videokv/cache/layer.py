@@ -80,6 +80,11 @@ class LayerCache:
         return sum(columns.nbytes for columns in self._columns.values())
 
     @property
+    def keeps_columns(self) -> bool:
+        """Whether reads since the last change of the rows keep columns of noise between them."""
+        return self._kept_noise is not None and self._kept_noise[0] is not None
+
+    @property
     def written_end(self) -> int:
         """Position after the last row written, committed or not."""
         tail = self.state.tail
@@ -198,11 +203,11 @@ class LayerCache:
             factors = self.coding.correction.fit(keys, chunk.keys, chunk.queries, scale=scale)
         return PackedChunk(chunk.ordinal, chunk.start, chunk.tokens, keys, values, factors)
 
-    def count_encoded(self) -> None:
-        """A chunk of this layer was packed with those of others."""
-        self.encode_calls += sum(
-            side is not None for side in (self.coding.keys, self.coding.values)
-        )
+    def packed_elsewhere(self, chunk: PackedChunk, columns: ChunkColumns | None) -> None:
+        """A chunk of this layer was packed with those of others; columns: of its noise, if made."""
+        self.encode_calls += len(chunk.sides())
+        if columns is not None:
+            self._columns[chunk] = columns
 
     def finish_commit(self, commit: Commit) -> None:
         """Take the packed chunks, drop the surplus ones."""

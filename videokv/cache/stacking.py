@@ -22,7 +22,8 @@ from videokv.cache.layer import LayerCache
 from videokv.cache.moment import reads_queries
 from videokv.cache.state import Coding
 from videokv.kernels.gpu import say_once
-from videokv.protocols import EncodeContext, Packed, Quantizer, Role
+from videokv.kernels.score_columns import ChunkColumns, chunk_columns
+from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role
 from videokv.tensors import held_bytes, walk_tensors
 
 STACKED_ON = ("cuda",)  # device types where starting kernels costs more than copying rows
@@ -37,9 +38,11 @@ class _Unlike(Exception):
 
 @dataclass(frozen=True)
 class Stacked:
-    """chunks: one a layer. stack_bytes: of the stacked copies that were alive at once."""
+    """chunks: one a layer. columns: what reads keep of their noise, None where it has to be made at
+    the first read. stack_bytes: of the stacked copies that were alive at once."""
 
     chunks: list[PackedChunk]
+    columns: list[ChunkColumns | None]
     stack_bytes: int
 
 
@@ -49,29 +52,34 @@ def groups(
     """Consecutive layers that pack chunks of the same kinds when rows up to ``end`` are committed.
 
     A group's copies take at most what a layer's last read took (its visible tokens in the model's
-    dtype), and at most ``room_bytes``.
+    dtype), and at most ``room_bytes``. Keys and values are stacked one after the other.
     """
-    group: list[LayerCache] = []
-    kind: Hashable = None
-    most = 1
-    for layer in layers:
-        if group and len(group) < most and _kind(layer) == kind:
-            group.append(layer)
-            continue
-        if group:
-            yield group
-        group, most = [layer], _most(layer, end, room_bytes)
-        kind = _kind(layer) if most > 1 else None
-    if group:
-        yield group
+    first = 0
+    while first < len(layers):
+        most, last = _most(layers[first], end, room_bytes), first + 1
+        kind = _kind(layers[first]) if most > 1 else None
+        while kind is not None and last < len(layers) and _kind(layers[last]) == kind:
+            last += 1
+        yield from _evenly(layers[first:last], most)
+        first = last
 
 
-def packed_together(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked | None:
+def _evenly(layers: Sequence[LayerCache], most: int) -> Iterator[list[LayerCache]]:
+    """As few groups of at most ``most`` layers as there can be, none much larger than another."""
+    count = -(-len(layers) // most)
+    for number in range(count):
+        first, last = (len(layers) * place // count for place in (number, number + 1))
+        yield list(layers[first:last])
+
+
+def packed_together(
+    coding: Coding, jobs: Sequence[Job], *, scale: float, columns: bool = False
+) -> Stacked | None:
     """The chunks that packing each job alone would give; None where that has to be done: parts of
     the jobs differ, the format depends on the numbers, or something is refused (alone, the error
-    names its layer). The reason is said once."""
+    names its layer). The reason is said once. columns: make those of the chunks too."""
     try:
-        return _packed(coding, jobs, scale=scale)
+        return _packed(coding, jobs, scale=scale, columns=columns)
     except _Unlike:
         reason = "their formats depend on their numbers or differ"
     except torch.OutOfMemoryError:
@@ -82,31 +90,45 @@ def packed_together(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Sta
     return None
 
 
-def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked:
+def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float, columns: bool) -> Stacked:
     chunks = [job.chunk for job in jobs]
     stack = _Stack(len(jobs), chunks[0].keys.shape[0])
     keys: Packed | None = None
+    whole = False
     factors: Tensor | None = None
+    made: ChunkColumns | None = None
     if coding.keys is not None:
         rows = stack.rows([chunk.keys for chunk in chunks])
         keys = _encoded(coding.keys, coding.seed, "key", rows, jobs, stack)
-        if coding.correction is not None and stack.even:
+        whole = stack.even or getattr(coding.correction, "blank_terms", False)
+        if coding.correction is not None and whole:
             wanted = reads_queries(coding.correction)
             queries = stack.joined([c.queries for c in chunks]) if wanted else None
             factors = coding.correction.fit(keys, rows, queries, scale=scale)
+            made = _columns(coding.correction, keys, factors, rows) if columns else None
         del rows
     values: Packed | None = None
     if coding.values is not None:
         rows = stack.rows([chunk.values for chunk in chunks])
         values = _encoded(coding.values, coding.seed, "value", rows, jobs, stack)
-    done = []
-    even = stack.even
-    for chunk, own in zip(chunks, stack.split((keys, values, factors)), strict=True):
-        if coding.correction is not None and own[0] is not None and not even:
+    done, known = [], []
+    parts = stack.split((keys, values, factors, made))
+    for number, (chunk, own) in enumerate(zip(chunks, parts, strict=True)):
+        fit = own[2]
+        if coding.correction is not None and own[0] is not None and not whole:
             fit = coding.correction.fit(own[0], chunk.keys, chunk.queries, scale=scale)
-            own = (*own[:2], fit)
-        done.append(_chunk(chunk, *own))
-    return Stacked(done, stack.peak_bytes)
+        done.append(_chunk(chunk, *own[:2], fit))
+        known.append(own[3] if stack.like_all(number) else None)
+    return Stacked(done, known, stack.peak_bytes)
+
+
+def _columns(
+    correction: Correction, keys: Packed, factors: Tensor | None, rows: Tensor
+) -> ChunkColumns | None:
+    """Of all layers at once: a read would make them layer by layer."""
+    batch, heads, tokens, size = rows.shape
+    noise = correction.noise(keys, factors)
+    return chunk_columns(noise, tokens=tokens, shape=(batch, heads, size), dtype=rows.dtype)
 
 
 def _chunk(
@@ -181,7 +203,7 @@ class _Stack:
         self._joined_bytes = self._rows_bytes = 0
         self._whole: dict[tuple[int, ...], Tensor] = {}
         self._parts: dict[int, list[Tensor]] = {}
-        self._apart: dict[int, list[dict[str, Any]]] = {}
+        self._apart: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
 
     @property
     def peak_bytes(self) -> int:
@@ -197,8 +219,16 @@ class _Stack:
 
     @property
     def even(self) -> bool:
-        """Whether each layer has the plain fields that all have together."""
-        return all(fields.count(fields[0]) == len(fields) for fields in self._apart.values())
+        """Whether all layers have the same plain fields."""
+        return all(each.count(each[0]) == len(each) for _, each in self._apart.values())
+
+    def like_all(self, number: int) -> bool:
+        """Whether that layer has the plain fields of all together."""
+        return all(
+            getattr(part, name) == item
+            for part, each in self._apart.values()
+            for name, item in each[number].items()
+        )
 
     def set_apart(self, packed: Packed) -> None:
         """Look up the plain fields that each layer would have alone, of what was packed here."""
@@ -206,7 +236,7 @@ class _Stack:
             fields = part.fields_apart(self.count) if hasattr(part, "fields_apart") else None
             if fields is None:
                 raise _Unlike
-            self._apart[id(part)] = fields
+            self._apart[id(part)] = part, fields
 
     def joined(self, holders: Sequence[T]) -> T:
         """One holder (dataclasses, tuples, tensors) with the rows of all, layer by layer."""
@@ -303,7 +333,7 @@ class _Stack:
             if isinstance(found.get("shape"), tuple):
                 found["shape"] = (self.batch, *found["shape"][1:])
             apart = self._apart.get(id(holder))
-            return _with(holder, found if apart is None else found | apart[number])
+            return _with(holder, found if apart is None else found | apart[1][number])
         if isinstance(holder, (tuple, list)):
             return type(holder)(self._part(item, parts, number) for item in holder)
         if isinstance(holder, dict):
@@ -380,13 +410,15 @@ def _most(layer: LayerCache, end: int, room_bytes: int | None) -> int:
 
 
 def _stack_bytes(layer: LayerCache, fresh: int) -> int:
-    """At most what a layer adds to the copies of its group: rows, queries, moment and the chunk
-    before."""
+    """At most what a layer adds to the copies of its group: rows of one side, queries, moment and
+    the chunk before."""
     coding, state = layer.coding, layer.state
     assert state.layout is not None and state.tail is not None
     waiting = [c.tokens for c in state.chunks if isinstance(c, DenseChunk) and not c.pinned]
     tokens = max([coding.policy.chunk_tokens or fresh, *waiting])
-    size_bytes = tokens * state.layout.token_bytes()
+    sides = ((coding.keys, state.layout.key_dim), (coding.values, state.layout.value_dim))
+    widest = max(size for quantizer, size in sides if quantizer is not None)
+    size_bytes = tokens * state.layout.row_bytes(widest)
     if state.tail.queries is not None and reads_queries(coding.correction):
         size_bytes += state.tail.queries[:, :, :SAMPLED_QUERIES].nbytes
     if state.moment is not None:

@@ -297,4 +297,6 @@ def stacked_bases(maps: Sequence[QueryMap], *, batch: int, heads: int) -> Tensor
         else b
         for b in held
     ]
-    return torch.stack([b.mT for b in padded]).contiguous()
+    # Rows of numbers are joined by one launch, tensors of five dimensions by one each.
+    whole = torch.stack([b.reshape(-1) for b in padded])
+    return whole.view(len(held), *padded[0].shape).mT.contiguous()
