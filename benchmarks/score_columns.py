@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from videokv.attention.columns import ColumnCall, plan_calls, with_columns
-from videokv.kernels.score_columns import keep_noise, reference, stacked_bases
+from videokv.kernels.score_columns import keep_noise, placement, reference, stacked_bases
 from videokv.kernels.score_columns import triton as kernel
 from videokv.kernels.score_columns import triton_energies as energies
 from videokv.noise import QueryMap, ScoreNoise
@@ -26,7 +26,7 @@ from videokv.rotation import Rotation
 
 HEADS, SIZE, CHUNK, CHUNKS, RANK, SPARE = 12, 128, 4680, 6, 8, 16
 SCALE = SIZE**-0.5
-VARIANTS = ((64, 8, 4), (64, 8, 8), (64, 8, 2), (64, 4, 4), (32, 4, 4), (32, 4, 8), (16, 4, 4))
+VARIANTS = ((64, 8, 8), (128, 8, 8), (64, 8, 4), (64, 8, 2), (64, 4, 4), (32, 4, 4), (32, 4, 8), (16, 4, 4))
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -134,12 +134,34 @@ def time_variants(kind: str, query: Tensor) -> None:
     energies.ROWS, energies.WARPS = 64, 4
 
 
+def time_places(kind: str) -> None:
+    """Rows of a program that writes the columns of keys."""
+    for tokens in (128, 64, 256, 512):
+        placement.TOKENS = kernel.TOKENS = tokens
+        placement._tables.cache_clear()
+        call = read(maps_of(kind))
+        assert call.kept is not None
+        shape = (1, HEADS, CHUNK * (CHUNKS + 2), SIZE + SPARE)
+        whole = torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
+        want = torch.full_like(whole[..., SIZE:], torch.nan)
+        place = call.kept.placement
+        kernel.place_key_columns(whole[..., SIZE:], place)
+        reference.place_key_columns(want, place)
+        same = torch.equal(want, whole[..., SIZE:])
+        took = milliseconds(lambda out=whole[..., SIZE:], p=place: kernel.place_key_columns(out, p))
+        print(f"{kind}: keys, {tokens} rows: {took:.4f} ms, right: {same}", flush=True)
+    placement.TOKENS = kernel.TOKENS = 128
+    placement._tables.cache_clear()
+
+
 def main() -> None:
     query = draw(1, HEADS, CHUNK, SIZE, seed=99)
     for kind in ("rotated", "projected", "both"):
         time_read(kind, query)
     for kind in ("projected", "rotated", "both"):
         time_variants(kind, query)
+    for kind in ("rotated", "projected"):
+        time_places(kind)
 
 
 if __name__ == "__main__":
