@@ -33,7 +33,7 @@ from videokv.kernels.score_columns import ChunkColumns, chunk_columns, history_f
 from videokv.kernels.score_columns.history import History
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer, Role, Segment
-from videokv.tensors import map_tensors, require_finite, walk_tensors
+from videokv.tensors import map_tensors, require_finite
 
 
 class LayerCache:
@@ -138,8 +138,11 @@ class LayerCache:
 
     def committing(self, end: int) -> list[Tensor]:
         """Keys, values and queries of the rows up to ``end``."""
-        assert self.state.tail is not None
-        return list(walk_tensors(self.state.tail.first(end - self.state.length)))
+        tail, count = self.state.tail, end - self.state.length
+        assert tail is not None
+        rows = tail if tail.tokens == count else tail.first(count)
+        both = [rows.keys, rows.values]
+        return both if rows.queries is None else [*both, rows.queries]
 
     def refuse_infinite(self, end: int) -> None:
         """Raise ValueError naming this layer and what is not finite in it."""

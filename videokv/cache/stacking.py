@@ -29,6 +29,8 @@ from videokv.tensors import held_bytes, walk_tensors
 STACKED_ON = ("cuda",)  # device types where starting kernels costs more than copying rows
 MOST_HEADS = 65535  # batch rows times heads that a kernel's grid takes
 
+_LEAVES = {Tensor, torch.dtype, torch.Size, type(None), bool, int, float, str}
+
 T = TypeVar("T")
 
 
@@ -154,7 +156,8 @@ def _encoded(
 ) -> Packed:
     """One side of all jobs."""
     before = [_before(job, role) for job in jobs]
-    if any(not hasattr(part, "fields_apart") for part in _set_by_data(before)):
+    looked_at = before if _may_differ(before[0]) else ()
+    if any(not hasattr(part, "fields_apart") for part in _set_by_data(looked_at)):
         raise _Unlike  # so would this chunk, most likely
     # Nobody looks at the tensors of the chunk before: it only has to be of the same kind.
     looks = getattr(quantizer, "reads_previous", True)
@@ -184,14 +187,28 @@ def _before(job: Job, role: Role) -> Packed | None:
     return None if isinstance(side, Tensor) else side
 
 
+def _may_differ(holder: Any) -> bool:
+    """Whether a chunk has parts whose format numbers can set: chunks of the same classes have them
+    too (those of others are found to be unlike)."""
+    return hasattr(holder, "format_by_data") or any(map(_may_differ, _inner(holder)))
+
+
 def _set_by_data(holder: Any) -> Iterator[Any]:
     """A chunk and its parts, those whose format other layers' numbers may have set."""
     if getattr(holder, "format_by_data", False):
         yield holder
-    names = _fields(holder)
-    parts = holder if isinstance(holder, (tuple, list)) else ()
-    for part in parts if names is None else [getattr(holder, name) for name in names]:
+    for part in _inner(holder):
         yield from _set_by_data(part)
+
+
+def _inner(holder: Any) -> list[Any]:
+    """What a dataclass, tuple or list holds, but for tensors and plain values."""
+    names = _fields(holder)
+    if names is not None:
+        found: Iterable[Any] = [getattr(holder, name) for name in names]
+    else:
+        found = holder if isinstance(holder, (tuple, list)) else ()
+    return [part for part in found if type(part) not in _LEAVES]
 
 
 class _Stack:
@@ -253,7 +270,7 @@ class _Stack:
         parts = dict(self._parts)
         new = {id(t): t for t in walk_tensors(holder) if id(t) not in parts}
         parts |= self._copied(new.values())
-        return [self._part(holder, parts, number) for number in range(self.count)]
+        return self._filled(holder, parts)
 
     def _visit(self, holders: Sequence[Any], *, copy: bool) -> Any:
         first = holders[0]
@@ -324,21 +341,44 @@ class _Stack:
             torch._foreach_copy_(targets, sources)
         return found
 
-    def _part(self, holder: Any, parts: dict[int, list[Tensor]], number: int) -> Any:
+    def _each(self, holder: Any, parts: dict[int, list[Tensor]]) -> list[Any] | None:
+        """Of every layer; None for what all have in common."""
         if isinstance(holder, Tensor):
-            return parts[id(holder)][number]
+            return parts[id(holder)]
         names = _fields(holder)
         if names is not None:
-            found = {name: self._part(getattr(holder, name), parts, number) for name in names}
-            if isinstance(found.get("shape"), tuple):
-                found["shape"] = (self.batch, *found["shape"][1:])
-            apart = self._apart.get(id(holder))
-            return _with(holder, found if apart is None else found | apart[1][number])
+            return self._each_of(holder, names, parts)
         if isinstance(holder, (tuple, list)):
-            return type(holder)(self._part(item, parts, number) for item in holder)
+            columns = [self._filled(item, parts) for item in holder]
+            return [type(holder)(items) for items in zip(*columns, strict=True)] or None
         if isinstance(holder, dict):
-            return {key: self._part(item, parts, number) for key, item in holder.items()}
-        return holder
+            columns = [self._filled(item, parts) for item in holder.values()]
+            made = [dict(zip(holder, items, strict=True)) for items in zip(*columns, strict=True)]
+            return made or None
+        return None
+
+    def _each_of(
+        self, holder: Any, names: tuple[str, ...], parts: dict[int, list[Tensor]]
+    ) -> list[Any] | None:
+        """The same of a dataclass."""
+        _, apart = self._apart.get(id(holder), (None, None))
+        alike = {name: getattr(holder, name) for name in names}
+        found = {name: self._each(item, parts) for name, item in alike.items()}
+        unlike = {name: items for name, items in found.items() if items is not None}
+        if isinstance(alike.get("shape"), tuple):
+            unlike["shape"] = [(self.batch, *alike["shape"][1:])] * self.count
+        if not unlike and apart is None:
+            return None
+        made = []
+        for number in range(self.count):
+            own = {name: items[number] for name, items in unlike.items()}
+            own |= {} if apart is None else apart[number]
+            made.append(type(holder)(**(alike | own)))
+        return made
+
+    def _filled(self, holder: Any, parts: dict[int, list[Tensor]]) -> list[Any]:
+        found = self._each(holder, parts)
+        return [holder] * self.count if found is None else found
 
 
 def _fields(holder: Any) -> tuple[str, ...] | None:
