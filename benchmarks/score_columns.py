@@ -1,6 +1,6 @@
 """The correction's columns on one GPU: variants of the kernels, launches and host time of a read.
 
-    python benchmarks/score_columns.py
+    python benchmarks/score_columns.py [rotated,projected,both]
 
 A line a figure, under 30 s. Shape: 12 heads of 128 channels, 4680 queries, six packed chunks of
 4680 keys, BF16. "rotated" is QuaRot (4 columns), "projected" QuantWM (a basis of rank 8 a chunk, 12
@@ -9,6 +9,7 @@ columns), "both" QuaRot with such bases. Every variant is checked against float6
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -155,12 +156,13 @@ def time_places(kind: str) -> None:
 
 
 def main() -> None:
+    kinds = (sys.argv[1] if len(sys.argv) > 1 else "rotated,projected,both").split(",")
     query = draw(1, HEADS, CHUNK, SIZE, seed=99)
-    for kind in ("rotated", "projected", "both"):
+    for kind in kinds:
         time_read(kind, query)
-    for kind in ("projected", "rotated", "both"):
+    for kind in kinds:
         time_variants(kind, query)
-    for kind in ("rotated", "projected"):
+    for kind in kinds:
         time_places(kind)
 
 
