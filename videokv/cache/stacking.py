@@ -324,21 +324,22 @@ class _Stack:
         return self._whole[key]
 
     def _copied(self, tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-        """Copies by layer of tensors with the rows of all; one launch for many tensors."""
-        found: dict[int, list[Tensor]] = {}
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        """Copies by layer of tensors with the rows of all; one launch for many of a dtype."""
+        alike: dict[torch.dtype, list[tuple[Tensor, tuple[Tensor, ...]]]] = {}
         for tensor in tensors:
             if tensor.ndim == 0 or tensor.shape[0] != self.count * self.batch:
                 raise _Unlike
-            whole = tensor.contiguous()
-            shape = (self.batch, *whole.shape[1:])
-            found[id(tensor)] = own = [whole.new_empty(shape) for _ in range(self.count)]
-            if whole.numel():
-                targets += [_bytes(part) for part in own]
-                sources += _bytes(whole).chunk(self.count)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            whole = _multiplied(tensor.contiguous())
+            alike.setdefault(whole.dtype, []).append((tensor, whole.chunk(self.count)))
+        found: dict[int, list[Tensor]] = {}
+        for held in alike.values():
+            # Times one: new tensors that PyTorch makes, some hundred calls less from here.
+            copies = iter(torch._foreach_mul([part for _, parts in held for part in parts], 1))
+            for tensor, parts in held:
+                own = [next(copies) for _ in parts]
+                if own[0].dtype != tensor.dtype:
+                    own = [copy.view(tensor.dtype) for copy in own]
+                found[id(tensor)] = own
         return found
 
     def _each(self, holder: Any, parts: dict[int, list[Tensor]]) -> list[Any] | None:
@@ -406,9 +407,10 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a row of bytes, so that all dtypes are copied in one launch."""
-    return tensor.view(-1).view(torch.uint8)
+def _multiplied(tensor: Tensor) -> Tensor:
+    """As numbers whose bits a product with one keeps: floats of one byte, and bool, as bytes."""
+    narrow = tensor.dtype.itemsize == 1 and tensor.dtype not in (torch.uint8, torch.int8)
+    return tensor.view(torch.uint8) if narrow else tensor
 
 
 def _kind(layer: LayerCache) -> Hashable:
