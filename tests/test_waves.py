@@ -1,0 +1,129 @@
+"""Rows of a last wave attend to parts of the keys: the same result, by fewer waves."""
+
+import pytest
+import torch
+
+from videokv.attention.merge import merge_parts
+from videokv.attention.stock_kernels import KernelChoice, choose_kernel
+from videokv.attention.waves import Split, best_split, run_split, split_for
+from videokv.kernels import gpu
+from videokv.kernels import merge_rows as room
+from videokv.kernels.merge_rows import merge_rows
+
+pytest.importorskip("triton")
+from videokv.kernels.merge_rows import triton as kernel  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def merge(request, monkeypatch):
+    """The merge by PyTorch, and by the kernel (through its interpreter where there is no GPU)."""
+    monkeypatch.setattr(gpu, "_verdicts", {})
+    found = None if request.param == "kernel" else "asked for"
+    launches, honest = [], kernel.merge_rows
+    monkeypatch.setattr(room, "machine_refusal", lambda device: found)
+    monkeypatch.setattr(kernel, "merge_rows", lambda p, s: launches.append(p) or honest(p, s))
+    yield merge_rows
+    assert bool(launches) == (request.param == "kernel")
+
+
+def _draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def _waves(split: Split | None, *, rows: int, heads: int, processors: int) -> float:
+    blocks = -(-rows // 128)
+    if split is None:
+        return -(-blocks * heads // processors)
+    first = split.rows // 128
+    rest = -(-(blocks - first) * heads * split.parts // processors) / split.parts
+    return -(-first * heads // processors) + rest
+
+
+def test_a_layer_of_a_video_model_takes_fewer_waves() -> None:
+    split = best_split(rows=4680, heads=12, tokens=32760, tile=128, processors=132)
+    assert split is not None and split.rows == 33 * 128 and 32760 % split.parts == 0
+    assert _waves(split, rows=4680, heads=12, processors=132) < 3.5 < 4
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 12, 24, 40])
+@pytest.mark.parametrize("rows", [1, 128, 129, 1560, 4680, 9360])
+@pytest.mark.parametrize("tokens", [1, 97, 4680, 32760, 126360])
+def test_no_split_costs_more_than_none(heads: int, rows: int, tokens: int) -> None:
+    split = best_split(rows=rows, heads=heads, tokens=tokens, tile=128, processors=132)
+    if split is not None:
+        assert 0 < split.rows < rows and split.rows % 128 == 0 and tokens % split.parts == 0
+        whole = _waves(None, rows=rows, heads=heads, processors=132)
+        assert _waves(split, rows=rows, heads=heads, processors=132) < split.cost < 0.96 * whole
+
+
+def test_primes_and_full_waves_are_left_alone() -> None:
+    assert best_split(rows=4680, heads=12, tokens=32749, tile=128, processors=132) is None
+    assert best_split(rows=11 * 128, heads=12, tokens=32760, tile=128, processors=132) is None
+
+
+@pytest.mark.parametrize("heads_per_kv", [1, 3])
+@pytest.mark.parametrize("parts", [2, 5])
+def test_split_equals_the_whole(heads_per_kv: int, parts: int) -> None:
+    """On keys with spare channels behind them, values wider than nothing else, odd rows."""
+    dtype = torch.float16 if CUDA else torch.float32
+    query = _draw(1, 2 * heads_per_kv, 300, 144, seed=0, dtype=dtype)
+    keys = _draw(1, 2, 330, 160, seed=1, dtype=dtype)[..., :144]
+    values = _draw(1, 2, 330, 128, seed=2, dtype=dtype)
+    choice = choose_kernel(
+        device=DEVICE,
+        dtype=dtype,
+        head_dim=144,
+        value_dim=128,
+        heads_per_kv=heads_per_kv,
+        rows=300,
+        tokens=330,
+    )
+    assert isinstance(choice, KernelChoice)
+    values = torch.nn.functional.pad(values, (0, choice.value_dim - 128))
+    whole, whole_lse = choice.run(query, keys, values, scale=0.1, causal=False)
+    out, lse = run_split(choice.run, query, keys, values, Split(128, parts, 0.0), scale=0.1)
+    tolerance = 2e-3 if CUDA else 2e-6
+    torch.testing.assert_close(out, whole, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, whole_lse, atol=tolerance, rtol=tolerance)
+
+
+def test_batches_and_other_kernels_are_not_split() -> None:
+    query, keys = torch.empty(2, 12, 4680, 128), torch.empty(2, 12, 32760, 128)
+    assert split_for("fa4", query.to("meta"), keys.to("meta"), keys.to("meta")) is None
+    if CUDA:
+        big = torch.empty(1, 12, 4680, 128, device="cuda")
+        assert split_for("flash", big, big, big) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (3, 2, 37, 80), (8, 3, 65, 128)])
+def test_merge_against_float64(merge, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    parts, lses = _draw(*shape, seed=3, dtype=dtype), _draw(*shape[:3], seed=4) * 3
+    out, lse = merge(parts, lses)
+    weights = (lses.double() - lses.double().logsumexp(0)).exp()
+    want = (weights[..., None] * parts.double()).sum(0, keepdim=True)
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), lses.double().logsumexp(0, keepdim=True))
+
+
+def test_rows_without_keys(merge) -> None:
+    """Kernels say -inf or +inf of them and leave whatever in their output."""
+    parts, lses = _draw(3, 1, 4, 16, seed=5), _draw(3, 1, 4, seed=6)
+    parts[0, 0, 0], lses[0, 0, 0] = torch.nan, -torch.inf
+    parts[1, 0, 1], lses[1, 0, 1] = torch.inf, torch.inf
+    parts[:, 0, 2], lses[:, 0, 2] = torch.nan, -torch.inf
+    out, lse = merge(parts, lses)
+    want, want_lse = merge_parts([(parts[i : i + 1], lses[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    assert not out[0, 0, 2].any() and lse[0, 0, 2] == -torch.inf
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expects outputs \[P, H, M, Dv\]"):
+        merge_rows(torch.zeros(2, 1, 3, 8), torch.zeros(2, 1, 4))
