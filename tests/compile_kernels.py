@@ -65,8 +65,8 @@ def _cases() -> dict:
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.code_repair import triton as coding
     from videokv.kernels.copy_rows import triton as copying
-    from videokv.kernels.merge_rows import triton as merging
     from videokv.kernels.fit_factor import triton as factors
+    from videokv.kernels.merge_rows import triton as merging
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
     from videokv.kernels.reconstruct.plan import Job, batches
