@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from videokv.attention.merge import merge_parts
-from videokv.attention.stock_kernels import KernelChoice, choose_kernel
+from videokv.attention.stock_kernels import KernelChoice, choose_kernel, left_out
 from videokv.attention.waves import Split, best_split, run_split, split_for
 from videokv.kernels import gpu
 from videokv.kernels import merge_rows as room
@@ -127,3 +127,14 @@ def test_rows_without_keys(merge) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expects outputs \[P, H, M, Dv\]"):
         merge_rows(torch.zeros(2, 1, 3, 8), torch.zeros(2, 1, 4))
+
+
+def test_a_kernel_is_left_out_and_back_again() -> None:
+    sizes = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64}
+    sizes |= {"value_dim": 64, "heads_per_kv": 1, "rows": 5, "tokens": 7}
+    assert isinstance(choose_kernel(**sizes), KernelChoice)
+    with left_out("cpu"):
+        assert "no stock kernel" in str(choose_kernel(**sizes))
+    assert isinstance(choose_kernel(**sizes), KernelChoice)
+    with pytest.raises(ValueError, match="unknown stock kernel"), left_out("cpus"):
+        pass

@@ -40,23 +40,26 @@ def _kernel(
     at = head * p_h + row[:, None].to(tl.int64) * p_m + channel[None, :]
     line = head * l_h + row.to(tl.int64) * l_m
     peak = tl.full([BM], float("-inf"), tl.float32)
-    for part in range(parts):
-        found = tl.load(lses + part.to(tl.int64) * l_p + line, mask=live, other=float("-inf"))
+    place = line
+    for _ in range(parts):
+        found = tl.load(lses + place, mask=live, other=float("-inf"))
+        place += l_p
         # Some kernels say +inf where a row saw no key.
         peak = tl.maximum(peak, tl.where(found == float("inf"), float("-inf"), found))
     base = tl.where(peak == float("-inf"), 0.0, peak)  # -inf - -inf would be NaN
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
-    for part in range(parts):
-        step = part.to(tl.int64)
-        found = tl.load(lses + step * l_p + line, mask=live, other=float("-inf"))
+    for _ in range(parts):
+        found = tl.load(lses + line, mask=live, other=float("-inf"))
+        line += l_p
         share = tl.where(found == float("inf"), 0.0, tl.exp(found - base))
-        block = tl.load(values + step * p_p + at, mask=inside, other=0.0).to(tl.float32)
+        block = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+        at += p_p
         # A row that saw no key there has whatever output.
         acc += tl.where((share > 0)[:, None], block * share[:, None], 0.0)
         total += share
     smallest: tl.constexpr = 1.1754943508222875e-38
     acc = acc / tl.maximum(total, smallest)[:, None]
-    place = (head * rows + row)[:, None] * D + channel[None, :]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+    target = (head * rows + row)[:, None] * D + channel[None, :]
+    tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + head * rows + row, base + tl.log(total), mask=live)
