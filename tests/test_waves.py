@@ -7,11 +7,11 @@ from videokv.attention.merge import merge_parts
 from videokv.attention.stock_kernels import KernelChoice, choose_kernel, left_out
 from videokv.attention.waves import Split, best_split, run_split, split_for
 from videokv.kernels import gpu
-from videokv.kernels import merge_rows as room
-from videokv.kernels.merge_rows import merge_rows
+from videokv.kernels import merge_tail as room
+from videokv.kernels.merge_tail import merge_tail
 
 pytest.importorskip("triton")
-from videokv.kernels.merge_rows import triton as kernel  # noqa: E402
+from videokv.kernels.merge_tail import triton as kernel  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -22,10 +22,10 @@ def merge(request, monkeypatch):
     """The merge by PyTorch, and by the kernel (through its interpreter where there is no GPU)."""
     monkeypatch.setattr(gpu, "_verdicts", {})
     found = None if request.param == "kernel" else "asked for"
-    launches, honest = [], kernel.merge_rows
+    launches, honest = [], kernel.merge_tail
     monkeypatch.setattr(room, "machine_refusal", lambda device: found)
-    monkeypatch.setattr(kernel, "merge_rows", lambda p, s: launches.append(p) or honest(p, s))
-    yield merge_rows
+    monkeypatch.setattr(kernel, "merge_tail", lambda *x: launches.append(x) or honest(*x))
+    yield merge_tail
     assert bool(launches) == (request.param == "kernel")
 
 
@@ -101,14 +101,20 @@ def test_batches_and_other_kernels_are_not_split() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 8), (3, 2, 37, 80), (8, 3, 65, 128)])
-def test_merge_against_float64(merge, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rows", [1, 50])
+def test_merge_against_float64(merge, dtype, shape, rows) -> None:
     parts, lses = _draw(*shape, seed=3, dtype=dtype), _draw(*shape[:3], seed=4) * 3
-    out, lse = merge(parts, lses)
+    # As kernels give them: tokens, then heads.
+    first = _draw(1, rows, shape[1], shape[3], seed=5, dtype=dtype).transpose(1, 2)
+    first_lse = _draw(1, rows, shape[1], seed=6).transpose(1, 2)
+    out, lse = merge(first, first_lse, parts, lses)
+    assert torch.equal(out[:, :, :rows], first) and torch.equal(lse[:, :, :rows], first_lse)
     weights = (lses.double() - lses.double().logsumexp(0)).exp()
     want = (weights[..., None] * parts.double()).sum(0, keepdim=True)
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse.double(), lses.double().logsumexp(0, keepdim=True))
+    torch.testing.assert_close(out[:, :, rows:].double(), want, atol=tolerance, rtol=tolerance)
+    want = lses.double().logsumexp(0, keepdim=True)
+    torch.testing.assert_close(lse[:, :, rows:].double(), want, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_without_keys(merge) -> None:
@@ -117,16 +123,19 @@ def test_rows_without_keys(merge) -> None:
     parts[0, 0, 0], lses[0, 0, 0] = torch.nan, -torch.inf
     parts[1, 0, 1], lses[1, 0, 1] = torch.inf, torch.inf
     parts[:, 0, 2], lses[:, 0, 2] = torch.nan, -torch.inf
-    out, lse = merge(parts, lses)
+    out, lse = merge(_draw(1, 1, 2, 16, seed=7), _draw(1, 1, 2, seed=8), parts, lses)
     want, want_lse = merge_parts([(parts[i : i + 1], lses[i : i + 1]) for i in range(3)])
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
-    assert not out[0, 0, 2].any() and lse[0, 0, 2] == -torch.inf
+    torch.testing.assert_close(out[:, :, 2:], want)
+    torch.testing.assert_close(lse[:, :, 2:], want_lse)
+    assert not out[0, 0, 4].any() and lse[0, 0, 4] == -torch.inf
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expects outputs \[P, H, M, Dv\]"):
-        merge_rows(torch.zeros(2, 1, 3, 8), torch.zeros(2, 1, 4))
+    first, parts = torch.zeros(1, 1, 5, 8), torch.zeros(2, 1, 3, 8)
+    with pytest.raises(ValueError, match=r"expects outputs \[1, H, N, Dv\]"):
+        merge_tail(first, torch.zeros(1, 1, 5), parts, torch.zeros(2, 1, 4))
+    with pytest.raises(ValueError, match=r"expects outputs \[1, H, N, Dv\]"):
+        merge_tail(first.half(), torch.zeros(1, 1, 5), parts, torch.zeros(2, 1, 3))
 
 
 def test_a_kernel_is_left_out_and_back_again() -> None:
