@@ -50,8 +50,8 @@ def _kernel(
         at = head * f_h + row[:, None] * f_m + channel[None, :]
         copied = tl.load(first + at, mask=inside, other=0.0)
         tl.store(out + (place + row)[:, None] * D + channel[None, :], copied, mask=inside)
-        line = tl.load(first_lse + head * g_h + row * g_m, mask=live, other=0.0)
-        tl.store(lse + place + row, line, mask=live)
+        sums = tl.load(first_lse + head * g_h + row * g_m, mask=live, other=0.0)
+        tl.store(lse + place + row, sums, mask=live)
     else:
         row = ((tl.program_id(0) - first_programs) * BM + tl.arange(0, BM)).to(tl.int64)
         live = row < last_rows
