@@ -66,6 +66,7 @@ def _cases() -> dict:
     from videokv.kernels.code_repair import triton as coding
     from videokv.kernels.copy_rows import triton as copying
     from videokv.kernels.fit_factor import triton as factors
+    from videokv.kernels.merge_tail import triton as merging
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
     from videokv.kernels.reconstruct.plan import Job, batches
@@ -138,6 +139,8 @@ def _cases() -> dict:
         held = torch.empty(1, 67, 2, 128, dtype=bf16).transpose(1, 2)
         keys = torch.empty(1, 2, 67, 144, dtype=bf16)[..., :128]
         copying.copy_rows([(held, keys), (held, torch.empty(1, 2, 67, 128, dtype=bf16))])
+        lse = torch.empty(held.shape[:3])
+        merging.merge_tail(held, lse, held, lse)
 
     def packed_words(*, rows: int, dtype: torch.dtype) -> None:
         packed.triton_words.in_pairs = lambda query: query.dtype != torch.float32
