@@ -60,7 +60,7 @@ def _cases() -> dict:
 
     from videokv.kernels.assign_centroids import triton as centroids
     from videokv.kernels.assign_centroids import triton_few as few
-    from videokv.kernels.assign_centroids import triton_step
+    from videokv.kernels.assign_centroids import triton_spread, triton_step
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.code_repair import triton as coding
@@ -249,6 +249,8 @@ def _cases() -> dict:
             first=3,
             rounds=12,
         ),
+        "starts": partial(triton_spread.spread, x, count=256, seed=0),
+        "starts float32": partial(triton_spread.spread, x[..., :80].float(), count=100, seed=0),
         "few starts": partial(few.spread, x, count=15, seed=0),
         "few starts float32": partial(few.spread, x[..., :80].float(), count=7, seed=0),
         "few labels": partial(few_centres, x, 4),

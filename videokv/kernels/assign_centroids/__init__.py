@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import choice, few, reference
+from videokv.kernels.assign_centroids import choice, few, reference, starts
 from videokv.kernels.assign_centroids.layout import Clusters, gather_centroids
-from videokv.kernels.assign_centroids.starts import (
-    draw_tokens,
-    label_means,
-    spread_tokens,
-)
+from videokv.kernels.assign_centroids.starts import draw_tokens, label_means
 from videokv.kernels.gpu import (
     CannotCheck,
     checked_refusal,
@@ -78,6 +74,53 @@ def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Te
         labels = kernel.nearest_one(x, origin, centroids)
         centroids = kernel.means(x, origin, labels, centroids)
     return labels, centroids + origin
+
+
+def spread_tokens(x: Tensor, *, count: int, seed: int) -> Tensor:
+    """k-means++: see ``starts.spread_tokens``. x: ``[B, H, T, D]`` finite; count: 1..256.
+
+    Returns float32 ``[B, H, count, D]``. On a GPU one kernel makes all draws of a head: the same
+    but where one comes within rounding of the border between two tokens.
+    """
+    if not 1 <= count <= MAX_CENTROIDS:
+        raise ValueError(f"count must be 1..{MAX_CENTROIDS}, got {count}")
+    if wants_kernels(x.device):
+        refusal = spread_refusal(x, count=count)
+        if refusal is None:
+            found: Tensor = _spread_kernel().spread(x.detach(), count=count, seed=seed)
+            return found
+        say_once(f"k-means++ runs in PyTorch steps: {refusal}")
+    return starts.spread_tokens(x, count=count, seed=seed)
+
+
+def spread_refusal(x: Tensor, *, count: int) -> str | None:
+    """Why the kernel of many starts does not serve ``x``, or None. Checked at its first use, with
+    tokens of its own: those that come may be not finite."""
+    size = x.shape[3]
+    if size > 256 or x.shape[0] * x.shape[1] > 65535:
+        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
+    refusal = machine_refusal(x.device)
+    if refusal is not None:
+        return refusal
+    config = (size, x.dtype, count)
+    return checked_refusal(
+        "spread_tokens",
+        config,
+        x.device,
+        lambda: _spread_self_check(x.device, x.dtype, size, count),
+    )
+
+
+def _spread_self_check(
+    device: torch.device, dtype: torch.dtype, size: int, count: int
+) -> str | None:
+    """The rows are tokens, each drawn as float64 would after those before it."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(1, 2, starts.TOKENS_PER_CENTROID * count + 77, size, generator=generator)
+    x += 2 * torch.randn(1, 2, 1, size, generator=generator)
+    x = x.to(device, dtype)
+    off = starts.draw_error(x, _spread_kernel().spread(x, count=count, seed=1), seed=1)
+    return None if off <= 1e-5 else f"self-check failed: draws are off by {off:.1e}"
 
 
 def few_centres(
@@ -224,6 +267,12 @@ def _step_kernel() -> Any:
     from videokv.kernels.assign_centroids import triton_step
 
     return triton_step
+
+
+def _spread_kernel() -> Any:
+    from videokv.kernels.assign_centroids import triton_spread
+
+    return triton_spread
 
 
 def nearest(x: Tensor, centroids: Tensor, *, count: int = 1) -> Tensor:
