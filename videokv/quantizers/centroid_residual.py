@@ -103,8 +103,8 @@ class Clustering:
         if place and previous is not None:
             return Clusters(nearest_labels(x, previous.table.float()), previous.table)
         start = self._start(x, seed, previous)
-        ids, table = cluster(x, start, iterations=self.iterations)
-        return Clusters(ids, table.to(torch.bfloat16))
+        ids, table = cluster(x, start, iterations=self.iterations, dtype=torch.bfloat16)
+        return Clusters(ids, table)
 
     def _start(self, x: Tensor, seed: int, previous: Clusters | None) -> Tensor:
         count = self.centroids or default_centroids(x.shape[2] * self.span_chunks)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from videokv.kernels.assign_centroids import choice, few, reference, starts
+from videokv.kernels.assign_centroids.choice import channel_weights
 from videokv.kernels.assign_centroids.layout import Clusters, gather_centroids
 from videokv.kernels.assign_centroids.starts import draw_tokens, label_means
 from videokv.kernels.gpu import (
@@ -26,6 +27,7 @@ from videokv.kernels.gpu import (
 __all__ = [
     "MAX_CENTROIDS",
     "Clusters",
+    "channel_weights",
     "choose_by_range",
     "cluster",
     "draw_tokens",
@@ -42,13 +44,15 @@ FEW_BITS = (2, 3, 4)  # of labels among centroids that one block of a program ho
 _TOKENS = 1500  # that a check looks at: several blocks of a program, the last not full
 
 
-def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
+def cluster(
+    x: Tensor, start: Tensor, *, iterations: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Lloyd's k-means from the given centroids.
 
     x: ``[B, H, T, D]`` finite, any floating dtype; start: ``[B, H, K, D]``, K <= 256.
-    Returns labels uint8 ``[B, H, T]`` and centroids float32 ``[B, H, K, D]``. The labels are those
-    that the last centroids are the means of, so the residuals of a cluster sum to zero. A cluster
-    without tokens keeps its centroid.
+    Returns labels uint8 ``[B, H, T]`` and centroids ``[B, H, K, D]``, found in float32 and given in
+    ``dtype``. The labels are those that the last centroids are the means of, so the residuals of a
+    cluster sum to zero. A cluster without tokens keeps its centroid.
     """
     _check(x, start)
     if iterations < 1:
@@ -56,14 +60,19 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
     if wants_kernels(x.device):
         refusal = kernel_refusal(x)
         if refusal is None:
-            return _by_kernel(x.detach(), start, iterations=iterations)
+            return _by_kernel(x.detach(), start, iterations=iterations, dtype=dtype)
         say_once(f"k-means runs in PyTorch steps: {refusal}")
-    return reference.cluster(x.float(), start.float(), iterations=iterations)
+    labels, table = reference.cluster(x.float(), start.float(), iterations=iterations)
+    return labels, table.to(dtype)
 
 
-def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
+def _by_kernel(
+    x: Tensor, start: Tensor, *, iterations: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     if step_refusal(x, start) is None:
-        found: tuple[Tensor, Tensor] = _step_kernel().cluster(x, start, iterations=iterations)
+        found: tuple[Tensor, Tensor] = _step_kernel().cluster(
+            x, start, iterations=iterations, dtype=dtype
+        )
         return found
     kernel = _kernel()
     # Float32 tokens lose what lies below 2^-11 of their distance from the origin; others nothing.
@@ -73,7 +82,7 @@ def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Te
     for _ in range(iterations):
         labels = kernel.nearest_one(x, origin, centroids)
         centroids = kernel.means(x, origin, labels, centroids)
-    return labels, centroids + origin
+    return labels, (centroids + origin).to(dtype)
 
 
 def spread_tokens(x: Tensor, *, count: int, seed: int) -> Tensor:
@@ -173,24 +182,25 @@ def nearest_labels(x: Tensor, table: Tensor) -> Tensor:
 
 
 def choose_by_range(
-    x: Tensor, table: Tensor, weights: Tensor, *, group_size: int, candidates: int
+    x: Tensor, table: Tensor, moment: Tensor, *, group_size: int, candidates: int
 ) -> Tensor | None:
     """Of the centroids nearest in a diagonal metric, the one with the smallest weighted range of
     the residual: QSAC's two steps in one kernel. None where PyTorch has to do it.
 
-    x ``[B, H, T, D]``; table ``[B, H, K, D]``; weights float32 ``[B, H, D]``. Labels uint8.
+    x ``[B, H, T, D]``; table ``[B, H, K, D]``; moment ``[B, H, D, D]``, its diagonal the metric.
+    Labels uint8.
     """
     _check(x, table)
     if not wants_kernels(x.device):
         return None
     refusal = kernel_refusal(x) or choice.refusal(
-        x, table, weights, group_size=group_size, candidates=candidates
+        x, table, moment, group_size=group_size, candidates=candidates
     )
     if refusal is not None:
         say_once(f"QSAC's choice runs in PyTorch steps: {refusal}")
         return None
     found: Tensor = _kernel().choose_by_range(
-        x.detach(), table, weights, group_size=group_size, candidates=candidates
+        x.detach(), table, moment, group_size=group_size, candidates=candidates
     )
     return found
 

@@ -308,12 +308,12 @@ def _tokens(
 
 
 def choose_by_range(
-    x: Tensor, table: Tensor, weights: Tensor, *, group_size: int, candidates: int
+    x: Tensor, table: Tensor, moment: Tensor, *, group_size: int, candidates: int
 ) -> Tensor:
-    """QSAC's choice: of the ``candidates`` centroids nearest in the metric ``weights``, the one
+    """QSAC's choice: of the ``candidates`` centroids nearest in the queries' metric, the one
     whose residual has the smallest weighted range (2609.26425, Eq. 9-12). uint8 ``[B, H, T]``.
 
-    x ``[B, H, T, D]``; table ``[B, H, K, D]``, as it is stored; weights float32 ``[B, H, D]``.
+    x ``[B, H, T, D]``; table ``[B, H, K, D]``, as it is stored; moment ``[B, H, D, D]``.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
@@ -330,7 +330,7 @@ def choose_by_range(
     with on_device(device):
         _see[(count,)](
             table,
-            weights.contiguous(),
+            moment.contiguous(),
             origin,
             seen,
             norms,
@@ -373,7 +373,7 @@ def choose_by_range(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _see(
-    table, weights, origin, seen, half_norms, lens, group_weights, centroids, D: tl.constexpr,
+    table, moment, origin, seen, half_norms, lens, group_weights, centroids, D: tl.constexpr,
     BD: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """What the choice needs of a head: its table less the origin, through the metric, in FP16.
@@ -386,7 +386,12 @@ def _see(
     line = head * centroids + number
     place = line[:, None] * D + channel[None, :]
     inside = (number < centroids)[:, None] & (channel < D)[None, :]
-    weight = tl.load(weights + head * D + channel, mask=channel < D, other=0.0)
+    # As ``choice.channel_weights``.
+    diagonal = moment + head * D * D + channel * (D + 1)
+    weight = tl.maximum(tl.load(diagonal, mask=channel < D, other=0.0).to(tl.float32), 0.0)
+    mean = (tl.sum(weight.to(tl.float64), 0) / D).to(tl.float32)
+    share = tl.div_rn(weight, tl.zeros([BD], tl.float32) + tl.where(mean > 0, mean, 1.0))
+    weight = tl.where(channel < D, tl.where(mean > 0, share, 1.0), 0.0)
     eye = tl.sqrt(weight)
     rows = tl.load(table + place, mask=inside, other=0.0).to(tl.float32)
     middle = tl.sum(rows, 0) / centroids

@@ -1,6 +1,6 @@
 """PSAC's directions: those in which queries are largest, by subspace iteration in float64.
 
-    U = the r columns that M = mean of q q^T makes grow most,   M U,   U^T M U   (2609.26425, Eq. 13)
+    U = the r columns that M = mean of q q^T makes grow most,  M U,  U^T M U   (2609.26425, Eq. 13)
 
 In PyTorch a round is a dozen launches, most of them for a triangular system of eight unknowns; on a
 GPU one Triton kernel does all rounds and what is made of their result, a program for each matrix.
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from videokv.kernels.gpu import checked_refusal, machine_refusal, say_once, wants_kernels
 from videokv.kernels.subspace_iteration import reference
-from videokv.kernels.subspace_iteration.layout import FIRST_ROUNDS, ROUNDS, SHIFT, Directions
+from videokv.kernels.subspace_iteration.layout import Directions
+from videokv.kernels.subspace_iteration.reference import operands
 
-__all__ = ["Directions", "kernel_refusal", "principal"]
+__all__ = ["Directions", "kernel_refusal", "operands", "principal"]
 
 MAX_SIZE = 128  # a matrix of float64 fills half of a multiprocessor's registers
 _TOLERANCE = 1e-2  # of the projections on directions kept in BF16

@@ -1,9 +1,9 @@
 """The Triton kernel: a program holds one matrix in registers and turns its columns in the cache.
 
 What costs time is one sum over threads after the other. So all columns are multiplied between two
-barriers, and each is made orthogonal to those before it in one sum of all their products, twice
-(what a first pass leaves of nearly parallel columns is not yet orthogonal). A round with the square
-of the matrix is two products with the matrix.
+barriers, and one sum a column gives its length and what all later ones lose of it (modified
+Gram-Schmidt). What one pass leaves of nearly parallel columns is not yet orthogonal: the last round
+has two. A round with the square of the matrix is two products with the matrix.
 """
 
 from __future__ import annotations
@@ -66,27 +66,23 @@ def _kernel(
     rank = tl.arange(0, BR)
     place = mine + rank[:, None] * D + channel[None, :]
     inside = (rank < RANK)[:, None] & used[None, :]
+    tall = mine + rank[None, :] * D + channel[:, None]
+    inside_tall = used[:, None] & (rank < RANK)[None, :]
     begin = start + channel[None, :] * RANK + rank[:, None]
     tl.store(place, tl.load(begin, mask=inside, other=0.0), mask=inside)
     tl.debug_barrier()  # everyone sees it
     for turn in range(0, FIRST + 2 * ROUNDS):
         products = _products(matrix, mine, channel, used, RANK, D)
-        tl.debug_barrier()  # everyone has read
-        for column in tl.static_range(RANK):
-            tl.store(mine + column * D + channel, products[column], mask=used)
-        tl.debug_barrier()
+        for _ in tl.static_range(BR - RANK):
+            products = products + (tl.zeros([BD], tl.float64),)  # type: ignore[assignment]
+        found = _side_by_side(products, BD, BR)
         if (turn < FIRST) | ((turn - FIRST) % 2 == 1):
-            found = tl.load(place, mask=inside, other=0.0)
-            for column in range(0, RANK):
-                values = tl.sum(tl.where(rank[:, None] == column, found, 0.0), 0)
-                before = tl.where(rank[:, None] < column, found, 0.0)
-                values -= tl.sum(before * tl.sum(before * values[None, :], 1)[:, None], 0)
-                values = values / tl.sqrt(tl.sum(values * values, 0))
-                values -= tl.sum(before * tl.sum(before * values[None, :], 1)[:, None], 0)
-                values = values / tl.sqrt(tl.sum(values * values, 0))
-                found = tl.where(rank[:, None] == column, values[None, :], found)
-            tl.store(place, found, mask=inside)
-            tl.debug_barrier()
+            found = _orthonormal(found, rank, RANK)
+            if turn == FIRST + 2 * ROUNDS - 1:
+                found = _orthonormal(found, rank, RANK)
+        tl.debug_barrier()  # everyone has read
+        tl.store(tall, found, mask=inside_tall)
+        tl.debug_barrier()  # everyone sees it
 
     found = tl.load(place, mask=inside, other=0.0)
     size = tl.abs(found)
@@ -119,3 +115,30 @@ def _products(matrix, mine, channel, used, RANK: tl.constexpr, D: tl.constexpr):
         # Over the rows, which are the columns too.
         products = products + (tl.sum(matrix * values[:, None], 0),)  # type: ignore[assignment]
     return products
+
+
+@triton.jit
+def _side_by_side(columns, BD: tl.constexpr, BR: tl.constexpr):
+    """A tuple of BR columns [BD] as [BD, BR], those of a row in one thread."""
+    parts = columns
+    for level in tl.static_range(BR.bit_length() - 1):
+        joined = ()
+        for part in tl.static_range(BR >> (level + 1)):
+            pair = tl.join(parts[part], parts[part + (BR >> (level + 1))])
+            joined = joined + (pair,)  # type: ignore[assignment]
+        parts = joined
+    return tl.reshape(parts[0], [BD, BR])
+
+
+@triton.jit
+def _orthonormal(found, rank, RANK: tl.constexpr):
+    """Columns of [BD, BR] made orthogonal to those before them, of length 1."""
+    for column in tl.static_range(RANK):
+        own = rank[None, :] == column
+        values = tl.sum(tl.where(own, found, 0.0), 1)
+        dots = tl.sum(found * values[:, None], 0)
+        inverse = 1.0 / tl.sqrt(tl.sum(tl.where(rank == column, dots, 0.0), 0))
+        unit = values * inverse
+        share = tl.where(rank > column, dots * inverse, 0.0)
+        found = tl.where(own, unit[:, None], found - unit[:, None] * share[None, :])
+    return found
