@@ -95,7 +95,8 @@ def _by_kernel(
     widest, kept = _kernel().read_facts(facts)
     if not widest <= most:
         return Encoded(None, widest, None)
-    return Encoded(codes, widest, None if repair is None else RepairCodes(*repair, kept))
+    found = None if repair is None else RepairCodes(repair[0], repair[1], kept)
+    return Encoded(codes, widest, found)
 
 
 def kernel_refusal(

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
 from videokv.kernels.blocks import row_alignment
-from videokv.kernels.code_repair.triton import repair_rows
+from videokv.kernels.code_repair.triton import columns, repair_rows
 from videokv.kernels.gpu import on_device
 from videokv.kernels.numbers import round_even
 from videokv.kernels.quantize_two_level.layout import TOP, TwoLevelCodes
 from videokv.kernels.subspace_iteration.layout import Directions
 
 BLOCK_ELEMENTS = 4096
+WARPS = 4
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids"]
 
 
@@ -53,12 +54,12 @@ def encode(
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows = max(16, BLOCK_ELEMENTS // size)
     grid = (-(-tokens // rows), batch * heads)
-    table = (None, None, 1)
+    table: tuple[Any, ...] = (None, None, 1)
     if clusters is not None:
         table = (clusters.ids.contiguous(), clusters.table.contiguous(), clusters.table.shape[2])
     chunk = (x, *x.stride()[:3], *table, heads, tokens)
     shape: Any = {"ALIGN": row_alignment(x), "D": size, "BT": rows, "GROUP": group_size, "TOP": TOP}
-    shape |= {"num_warps": 8, "enable_fp_fusion": False}
+    shape |= {"num_warps": WARPS, "enable_fp_fusion": False}
     words = packed.view(torch.int16)  # eight codes each
     with on_device(x.device):
         _spans[grid](*chunk, facts, **shape)
@@ -71,7 +72,7 @@ def encode(
             steps,
             *operands,
             RANK=rank,
-            BR=triton.next_power_of_2(rank) if rank else 1,
+            BR=columns(rank) if rank else 8,
             **shape,
         )
     return TwoLevelCodes(packed, zeros, steps, scale), repair, facts
