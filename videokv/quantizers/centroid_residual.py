@@ -10,6 +10,7 @@ tensor, so that it is paid for once.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -183,7 +184,7 @@ class CentroidResidual:
         check_flag("symmetric", self.symmetric)
         _ = self.format
 
-    @property
+    @functools.cached_property
     def format(self) -> GroupFormat:
         """Of the last residual."""
         return GroupFormat(self.bits, self.group_size, symmetric=self.symmetric)
