@@ -40,14 +40,17 @@ def main() -> None:
     warnings.simplefilter("always")
     begin = time.monotonic()
     bench = Bench(torch.device("cuda"), say=say)
-    wanted = lambda name: any(name.startswith(start) for start in options.only)  # noqa: E731
+
+    def wanted(name: str) -> bool:
+        return any(name.startswith(start) for start in options.only)
+
     if wanted("starts"):
         attempt("starts", partial(draw_starts, bench, options.tokens))
     if wanted("host"):
         attempt("host", partial(launching, bench))
     for name in filter(wanted, RECIPES):
         attempt(name, partial(encode, bench, name, options.tokens))
-    refused = {k[0]: v for k, v in gpu._verdicts.items() if v is not None}
+    refused = {str(key): reason for key, reason in gpu._verdicts.items() if reason is not None}
     say(f"refused: {refused or 'nothing'}; {time.monotonic() - begin:.0f} s")
 
 

@@ -42,6 +42,12 @@ STRETCHES = 11  # of tokens that are summed apart: with 12 heads and 256 centroi
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch", "stretches"]
 
 
+def padded(count: int) -> int:
+    """The power of two that holds ``count``, at least 16: what products take. (Triton's own costs
+    the host two microseconds.)"""
+    return max(16, 1 << (count - 1).bit_length())
+
+
 def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
     """Label uint8 ``[B, H, T]`` of the nearest row of ``table`` float32 ``[B, H, K, D]``.
 
@@ -57,8 +63,8 @@ def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
     operand = torch.empty(table.shape, dtype=x.dtype, device=device)
     norms = torch.empty(table.shape[:3], dtype=torch.float32, device=device)
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
-    block = max(16, triton.next_power_of_2(size))
-    whole = max(16, triton.next_power_of_2(centroids))
+    block = padded(size)
+    whole = padded(centroids)
     rows = ASSIGN_TOKENS if half else BLOCK_TOKENS
     stretch = rows * ASSIGN_BLOCKS if half else rows
     with on_device(device):
@@ -108,10 +114,10 @@ def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor
     half = x.dtype != torch.float32
     rows = SUM_TOKENS if half else BLOCK_TOKENS
     most = SUM_CENTROIDS if half else BLOCK_CENTROIDS
-    block_centroids = max(64, min(most, triton.next_power_of_2(centroids)))
+    block_centroids = max(64, min(most, padded(centroids)))
     stretch = -(-tokens // (STRETCHES * rows)) * rows
     count = -(-tokens // stretch)
-    block = max(16, triton.next_power_of_2(size))
+    block = padded(size)
     origin = origin.contiguous()
     device = x.device
     sums = torch.empty(count, batch, heads, centroids, size, device=device)
@@ -320,8 +326,8 @@ def choose_by_range(
     centroids = table.shape[2]
     device = x.device
     table = table.contiguous()
-    count, whole = batch * heads, max(16, triton.next_power_of_2(centroids))
-    block = max(16, triton.next_power_of_2(size))
+    count, whole = batch * heads, padded(centroids)
+    block = padded(size)
     sizes = [count * size, count * size, count * centroids, count * (size // group_size)]
     origin, lens, norms, group_weights = torch.empty(sum(sizes), device=device).split(sizes)
     seen = torch.empty(table.shape, dtype=torch.float16, device=device)
@@ -344,7 +350,7 @@ def choose_by_range(
             num_warps=16,
             enable_fp_fusion=False,
         )
-        _choose[(triton.cdiv(tokens, rows * CHOOSE_BLOCKS), batch * heads)](
+        _choose[(-(-tokens // (rows * CHOOSE_BLOCKS)), batch * heads)](
             x,
             *x.stride()[:3],
             origin,

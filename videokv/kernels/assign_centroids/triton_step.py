@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.assign_centroids.triton import number_of, numbered, raw_tokens
+from videokv.kernels.assign_centroids.triton import number_of, numbered, padded, raw_tokens
 from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
 from videokv.kernels.numbers import round_bf16
@@ -34,7 +34,7 @@ def refusal(x: Tensor, *, centroids: int) -> str | None:
     """Why tokens are read twice an iteration, or None."""
     if x.dtype == torch.float32:
         return "float32 tokens are moved to their mean first"
-    if _block(centroids) * _block(x.shape[3]) > LARGEST_TABLE:
+    if padded(centroids) * padded(x.shape[3]) > LARGEST_TABLE:
         return f"{centroids} centroids of {x.shape[3]} channels do not fit into registers"
     return None
 
@@ -62,7 +62,7 @@ def cluster(
     # One row an iteration: were it set to zero where it is read, another warp might read the zero.
     counts = torch.empty(iterations, lines, dtype=torch.int32, device=device)
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
-    block, whole = _block(size), _block(centroids)
+    block, whole = padded(size), padded(centroids)
     options = {"D": size, "BD": block, "enable_fp_fusion": False}
     step_options = {
         "ALIGN": row_alignment(x),
@@ -94,10 +94,6 @@ def cluster(
                 **options,
             )
     return labels, stored
-
-
-def _block(count: int) -> int:
-    return max(16, 1 << (count - 1).bit_length())
 
 
 @triton.jit(do_not_specialize=_COUNTS)

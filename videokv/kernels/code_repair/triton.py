@@ -34,7 +34,7 @@ def code_repair(
     scales = torch.empty(batch, heads, tokens, 1, dtype=torch.float16, device=device)
     kept = torch.zeros(batch * heads, dtype=torch.int32, device=device)
     with on_device(device):
-        _kernel[(triton.cdiv(tokens, ROWS), batch * heads)](
+        _kernel[(-(-tokens // ROWS), batch * heads)](
             keys,
             *keys.stride()[:3],
             decoded.contiguous(),
@@ -46,7 +46,7 @@ def code_repair(
             tokens,
             ALIGN=row_alignment(keys),
             D=size,
-            BD=max(16, triton.next_power_of_2(size)),
+            BD=max(16, 1 << (size - 1).bit_length()),
             BT=ROWS,
             RANK=rank,
             BR=columns(rank),

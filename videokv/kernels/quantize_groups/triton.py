@@ -212,7 +212,7 @@ def _general_plan(
     """That of the kernel that takes everything."""
     batch, heads, tokens, size = shape
     by_token = format.axis == "token"
-    block = max(16, triton.next_power_of_2(size))
+    block = max(16, _power(size))
     elements = BLOCK_ELEMENTS if rotation is None else ROTATED_ELEMENTS
     elements = CLUSTERED_ELEMENTS if clustered else elements
     warps = WARPS if rotation is None else ROTATED_WARPS
