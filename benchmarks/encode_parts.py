@@ -68,7 +68,7 @@ def draw_starts(bench: Bench, tokens: int) -> None:
         rows = x.repeat(-(-heads // HEADS), 1, 1, 1) if heads > HEADS else x
         for warps, channels in ((8, 8), (8, 4), (8, 16), (4, 8), (16, 8)):
             triton_spread.MOST_WARPS, triton_spread.CHANNELS = warps, channels
-            ms = once(lambda rows=rows: triton_spread.spread(rows, count=256, seed=0), rounds=2)
+            ms = once(partial(triton_spread.spread, rows, count=256, seed=0), rounds=2)
             say(f"starts, {heads} heads, {warps} warps, {channels} channels: {ms:.2f} ms")
         triton_spread.MOST_WARPS, triton_spread.CHANNELS = 8, 8
         del rows
