@@ -26,7 +26,7 @@ from videokv.kernels.attend_packed.call import PackedCall
 from videokv.kernels.attend_packed.splits import LOG2_E
 from videokv.kernels.attend_packed.words import CODES, side_of, slot_of, spread
 from videokv.kernels.blocks import reach_of
-from videokv.kernels.gpu import on_device, products
+from videokv.kernels.gpu import checked_refusal, disagreement, on_device, products, say_once
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.tensors import E4M3
 
@@ -40,6 +40,16 @@ class Tuning:
     few_rows = 16
     few = (1584, 32, 1, 3)
     many = (264, 128, 4, 2)
+
+
+class Fast:
+    """Of ``gluon_words``: programs in flight on a large GPU, tokens of a block, whether what the
+    next block needs is loaded before this one is worked on, and the most query rows."""
+
+    programs = 1188
+    block = 32
+    ahead = True
+    rows = 64
 
 
 def serves(call: PackedCall) -> bool:
@@ -76,33 +86,51 @@ def launch_config(call: PackedCall) -> tuple[Hashable, ...]:
     return tuple((side.shape[:2], side.config(), side.rotation) for side in sides)
 
 
-def split_attention(calls: Sequence[PackedCall]) -> tuple[Tensor, Tensor]:
-    """parts ``[S, rows of all heads, Dv]``, in the coordinates of the values' codes, and lses."""
+def split_attention(
+    calls: Sequence[PackedCall], *, fast: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """parts ``[S, rows of all heads, Dv]``, in the coordinates of the values' codes, and lses.
+
+    fast: by the kernel in Gluon; None: where it serves.
+    """
     call = calls[0]
     batch, heads, queries, size = call.query.shape
     kv_heads, rows, value_dim = call.keys.shape[1], call.rows, call.values.head_dim
     query = call.query
     if call.keys.rotation is not None:
         query = call.keys.rotation.apply(query.float()).to(query.dtype)
+    fast = _is_fast(calls) if fast is None else fast
     programs, block, warps, stages = _tuning(rows)
+    if fast:
+        programs, block = Fast.programs, Fast.block
     table = _table(calls, programs=programs, block=block)
     splits = table.shape[0]
     device = query.device
     parts = torch.empty(splits, batch * heads * queries, value_dim, device=device)
     lses = torch.empty(splits, batch * heads * queries, device=device)
+    numbers = (table, query.contiguous(), parts, lses, call.scale * LOG2_E, call.scale / 24)
+    correction = {"BY_STEPS": call.by_steps, "FACTORS": call.factors is not None}
     with on_device(device):
+        if fast:
+            from videokv.kernels.attend_packed import gluon_words
+
+            gluon_words.kernel[(splits * triton.cdiv(rows, 16), batch * kv_heads)](
+                *numbers,
+                **_fast_options(call.keys, "K"),
+                **_fast_options(call.values, "V"),
+                **correction,
+                ALL_ROWS=rows,
+                BN=block,
+                AHEAD=Fast.ahead,
+                num_warps=1,
+            )
+            return parts, lses
         kernel = _kernel if rows <= Tuning.few_rows else triton_words_wide.kernel
         kernel[(splits, batch * kv_heads)](
-            table,
-            query.contiguous(),
-            parts,
-            lses,
-            call.scale * LOG2_E,
-            call.scale / 24,
+            *numbers,
             **_options(call.keys, "K"),
             **_options(call.values, "V"),
-            BY_STEPS=call.by_steps,
-            FACTORS=call.factors is not None,
+            **correction,
             ROWS=rows,
             BM=padded(rows),
             BN=block,
@@ -115,6 +143,55 @@ def split_attention(calls: Sequence[PackedCall]) -> tuple[Tensor, Tensor]:
     return parts, lses
 
 
+def _is_fast(calls: Sequence[PackedCall]) -> bool:
+    """Whether the kernel in Gluon takes these calls, and has shown that it is right."""
+    call = calls[0]
+    rows = call.rows
+    fits = (
+        in_pairs(call.query)
+        and rows <= Fast.rows
+        and (rows <= 16 or rows % triton.cdiv(rows, 16) == 0)
+        and all(each.keys.tokens >= Fast.block for each in calls)
+        and all(map(_fits_fast, (call.keys, call.values)))
+    )
+    if not fits:
+        return False
+    sides = (call.keys.config(), call.values.config(), call.by_steps, call.factors is None)
+    refusal = checked_refusal(
+        "attend_packed in Gluon",
+        (call.query.dtype, rows, Fast.block, Fast.ahead, *sides),
+        call.query.device,
+        lambda: _fast_disagreement(call),
+    )
+    if refusal is not None:
+        say_once(f"packed chunks are read by the slower kernel: {refusal}")
+    return refusal is None
+
+
+def _fits_fast(parts: Parts) -> bool:
+    zeros = parts.zeros is None or parts.zeros.dtype == torch.bfloat16
+    return zeros and parts.head_dim == 128 and parts.group_size in (32, 64, 128)
+
+
+def _fast_disagreement(call: PackedCall) -> str | None:
+    """What is wrong with the kernel in Gluon; the other one is checked where calls are refused."""
+    got, got_lse = split_attention([call], fast=True)
+    want, want_lse = split_attention([call], fast=False)
+    found = [_joined(got, got_lse), _joined(want, want_lse)]
+    tolerance = FAST_TOLERANCE[call.query.dtype]
+    return disagreement(found[0][0], found[1][0], tolerance=tolerance) or disagreement(
+        found[0][1], found[1][1], tolerance=tolerance, what="the log-sum-exp"
+    )
+
+
+FAST_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 3e-3}
+
+
+def _joined(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    total = lses.logsumexp(0)
+    return ((lses - total).exp().unsqueeze(-1) * parts).sum(0), total
+
+
 _Kept = tuple[tuple[weakref.ref[Parts], ...], dict[tuple[int, ...], Tensor]]
 _tables: weakref.WeakKeyDictionary[Parts, _Kept] = weakref.WeakKeyDictionary()
 
@@ -123,6 +200,8 @@ def has_table(calls: Sequence[PackedCall]) -> bool:
     """Whether these calls need nothing from the host, as in the capture of a CUDA graph: there a
     table would be copied at every replay, from memory that is no longer its own."""
     programs, block, *_ = _tuning(calls[0].rows)
+    if _is_fast(calls):
+        programs, block = Fast.programs, Fast.block
     return _table_key(calls, programs, block) in _tables_of(calls)
 
 
@@ -206,6 +285,16 @@ def _options(parts: Parts, prefix: str) -> dict:
         "GROUP": parts.group_size,
         "REACH": int(reach_of(parts)) if parts.zero == "none" else 0,
         "ZERO": None if parts.zeros is None else _TYPES[parts.zeros.dtype],
+        "SCALED": parts.scale is not None,
+    }
+    return {f"{prefix}_{name}": value for name, value in constants.items()}
+
+
+def _fast_options(parts: Parts, prefix: str) -> dict:
+    constants = {
+        "GROUP": parts.group_size,
+        "REACH": int(reach_of(parts)) if parts.zero == "none" else 0,
+        "ZERO": parts.zeros is not None,
         "SCALED": parts.scale is not None,
     }
     return {f"{prefix}_{name}": value for name, value in constants.items()}
