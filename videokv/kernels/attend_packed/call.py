@@ -65,6 +65,17 @@ class PackedCall:
         return replace(self, extra_query=phi, extra_keys=omega, by_steps=False, factors=None)
 
 
+@dataclass(frozen=True, eq=False)
+class Current:
+    """Dense rows of a few tokens: key ``[B, Hkv, N, D]``, value ``[B, Hkv, N, Dv]``. causal: query
+    m sees the first m + 1 of them (M = N)."""
+
+    key: Tensor
+    value: Tensor
+    scale: float
+    causal: bool = False
+
+
 def key_steps(parts: Parts) -> Tensor:
     """Delta of steps along channels, float32 ``[B, H, T, G]``."""
     steps = parts.steps.float()
