@@ -30,13 +30,14 @@ RECIPES = ("rtn-2bit+taylor", "quarot-2bit", "videokv-2bit+calibrated")
 RTN = Groupwise(GroupFormat(2, 32))
 KINDS = {
     "rtn": RTN,
-    "symmetric": Groupwise(GroupFormat(2, 64, symmetric=True)),
+    "symmetric": Groupwise(GroupFormat(2, 32, symmetric=True)),
     "quarot": Rotated(RTN),
 }
-# programs, tokens of a block, whether the next block is loaded ahead
-VARIANTS = (
-    (1056, 32, True), (1188, 32, True), (2112, 32, True), (1584, 32, False), (2376, 32, False),
-    (1056, 64, False),
+# programs, tokens of a block, blocks in shared memory
+VARIANTS = ((1584, 32, 4), (1584, 32, 3), (1056, 32, 4), (3168, 32, 4), (1056, 64, 3))
+CHECKS = (
+    ("rtn", torch.bfloat16, 1), ("rtn", torch.float16, 16), ("symmetric", torch.float16, 4),
+    ("quarot", torch.bfloat16, 1),
 )  # fmt: skip
 
 
@@ -89,8 +90,10 @@ def called_us(function: Callable[[], object], *, repeats: int = 100) -> float:
 
 
 def attempt(what: str, function: Callable[[], str]) -> None:
+    begin = time.perf_counter()
     try:
-        print(f"{what}: {function()}", flush=True)
+        found = function()
+        print(f"{what}: {found} ({time.perf_counter() - begin:.1f} s)", flush=True)
     except Exception:  # noqa: BLE001 - the next figure is worth having
         print(f"{what}: FAILED\n{traceback.format_exc(limit=6)}", flush=True)
 
@@ -116,9 +119,9 @@ def split_times(queries: int) -> None:
     from videokv.kernels.attend_packed import triton, triton_words
 
     call = call_of("rtn", heads=HEADS, kv_heads=KV_HEADS, tokens=TOKENS, queries=queries)
-    before = triton_words.Fast.programs, triton_words.Fast.block, triton_words.Fast.ahead
+    before = triton_words.Fast.programs, triton_words.Fast.block, triton_words.Fast.stages
     for variant in VARIANTS:
-        triton_words.Fast.programs, triton_words.Fast.block, triton_words.Fast.ahead = variant
+        triton_words.Fast.programs, triton_words.Fast.block, triton_words.Fast.stages = variant
 
         def split() -> tuple[Tensor, Tensor]:
             return triton_words.split_attention([call], fast=True)
@@ -129,7 +132,7 @@ def split_times(queries: int) -> None:
             return f"split {device_us(split):.1f} us, merge of {len(parts)} {merged:.1f} us"
 
         attempt(f"{queries} queries, Gluon {variant}", work)
-    triton_words.Fast.programs, triton_words.Fast.block, triton_words.Fast.ahead = before
+    triton_words.Fast.programs, triton_words.Fast.block, triton_words.Fast.stages = before
     plain = lambda: triton_words.split_attention([call], fast=False)  # noqa: E731
     attempt(f"{queries} queries, plain", lambda: f"split {device_us(plain):.1f} us")
 
@@ -186,11 +189,9 @@ def main() -> None:
     parser.add_argument("--queries", type=int, nargs="*", default=[1, 16])
     queries = parser.parse_args().queries
     warnings.simplefilter("always")
-    for kind in KINDS:
-        for dtype in (torch.bfloat16, torch.float16):
-            for count in (1, 4, 16):
-                what = f"{kind} {dtype} {count} queries"
-                attempt(what, lambda k=kind, d=dtype, c=count: correctness(k, d, c))
+    for kind, dtype, count in CHECKS:
+        what = f"{kind} {dtype} {count} queries"
+        attempt(what, lambda k=kind, d=dtype, c=count: correctness(k, d, c))
     for count in queries:
         split_times(count)
         for name in RECIPES:

@@ -18,19 +18,22 @@ from torch import Tensor
 
 from videokv.cache.chunks import Chunk, PackedChunk
 from videokv.kernels.attend_packed import (
+    MAX_CURRENT,
     MAX_ROWS,
+    Current,
     PackedCall,
     attend_all,
     capturable,
+    current_refusal,
     kernel_refusal,
 )
 from videokv.kernels.attend_packed.call import key_steps
 from videokv.kernels.gpu import checked_refusal, disagreement, say_once
 from videokv.kernels.reconstruct import Parts, inner_parts
 from videokv.noise import QueryMap, ScoreNoise
-from videokv.protocols import Correction, Packed
+from videokv.protocols import Correction, Packed, Segment
 
-__all__ = ["MOST_PACKED_QUERIES", "attend_all", "packed_calls"]
+__all__ = ["MOST_PACKED_QUERIES", "attend_all", "current_rows", "packed_calls"]
 
 MOST_PACKED_QUERIES = 16
 _LINEAR = ("taylor", "calibrated", "measured")  # weights: factors times squared steps
@@ -104,6 +107,29 @@ def packed_calls(
         say_once("few queries read decoded chunks in this graph: read once before capturing")
         return None
     return calls
+
+
+# Of keys of the first chunk of a read: kinds of current rows that the kernels take, or do not.
+_taken: weakref.WeakKeyDictionary[Parts, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
+
+
+def current_rows(
+    calls: Sequence[PackedCall], current: Segment, *, scale: float, causal: bool
+) -> Current | None:
+    """The current rows for ``attend_all`` where its kernels attend to them, beside no other dense
+    rows; None where another kernel does it first."""
+    call, key = calls[0], current.keys
+    if key.shape[2] > MAX_CURRENT:
+        return None
+    rows = Current(key, current.values, scale, causal and key.shape[2] > 1)
+    kinds = _taken.setdefault(call.keys, {})
+    kind = (call.query.dtype, call.query.shape[1:3], key.dtype, key.shape[2], rows.causal)
+    if kind not in kinds:
+        taken = current_refusal(call, rows) is None
+        if _capturing(call.query.device):
+            return rows if taken else None
+        kinds[kind] = taken
+    return rows if kinds[kind] else None
 
 
 def _capturing(device: torch.device) -> bool:

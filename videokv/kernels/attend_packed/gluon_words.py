@@ -1,26 +1,29 @@
-"""The kernel of ``triton_words`` for few query rows, in Gluon: codes become operands where they lie.
+"""The kernel of ``triton_words`` in Gluon: codes become operands where they are loaded.
 
-A program is one warp. Every thread loads the words whose codes the matrix units want from it, so
-nothing moves between threads: a query is read in the order of channels that this gives, and so is
-an output written. A code of 2 bits in the mantissa of an FP16 number whose other bits are 0 is the
-subnormal number code 2^(p - 24), p its lowest bit: one instruction makes two of them, a second
-multiplies them with their steps, exactly. 2^p is taken back by the query's channel (of keys) or by
-the output's (of values). Zeros, and the correction by steps, are a product of their own:
+A program is one warp. Blocks of tokens are copied to shared memory, several ahead, and every thread
+loads the words whose codes the matrix units want from it, so nothing moves between threads: a query
+is read in the order of channels that this gives, and so is an output written.
+
+A code of 2 bits in the mantissa of an FP16 number whose other bits are 0 is the subnormal number
+code 2^(p - 24), p its lowest bit: one instruction makes two of them, a second multiplies them with
+their steps, exactly. 2^p is taken back by the query's channel (of keys) or by the output's (of
+values). Zeros, and the correction by steps, are products of their own:
 
     s = sum_w (sum q) zero_w - (sum q^2) factor scale/24 Delta_w^2 + q . (Delta c),  w: 32 channels
 
 Queries are scaled by a power of two to less than 2^15, so that 16 bits hold them; sums are taken in
-two BF16 numbers each. Weights are FP16 (BF16 beside zeros). The highest score that weights refer
-to moves only where it is exceeded by 2^8.
+two BF16 numbers each. Weights are FP16 (two BF16 numbers beside zeros). The highest score that
+weights refer to moves only where one is higher by more than 8 (in log2).
 
-Gluon is experimental: ``fast_refusal`` says where it cannot be had.
+Gluon is experimental, and cannot be interpreted: where it cannot be had, or is wrong in a check on
+first use, ``triton_words`` serves, and says so.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
@@ -51,36 +54,30 @@ def _slot(slot: int) -> str:
 
 
 SLOTS = gl.constexpr([_slot(slot) for slot in range(8)])
-# E4M3 bytes without sign: shifted they are FP16 2^-8 or BF16 2^-120 of what they say.
-_FP16_STEP = "mul.rn.f16x2 $0, w, f; }"
-PAIR_STEPS = gl.constexpr(
-    "{ .reg .b32 w, f; shl.b32 w, $1, 7; mov.b32 f, 0x78007800; " + _FP16_STEP
+# E4M3 bytes without sign: shifted they are FP16 2^-8 or BF16 2^-120 of what they say. Of the four
+# steps of a token that of the thread's group is taken twice, by a selector of its byte.
+TWIN = "prmt.b32 w, $1, $1, $2;"
+PAIR = "prmt.b32 w, $1, $2, $3;"
+FP16_STEP = (
+    " shl.b32 w, w, 7; and.b32 w, w, 0x3F803F80; mov.b32 f, 0x78007800; mul.rn.f16x2 $0, w, f; }"
 )
-TWIN_STEPS = gl.constexpr(
-    "{ .reg .b32 w, f; mul.lo.u32 w, $1, 0x00800080; mov.b32 f, 0x78007800; " + _FP16_STEP
+BF16_STEP = (
+    " shl.b32 w, w, 4; and.b32 w, w, 0x07F007F0; mov.b32 f, 0x7B807B80; mov.b32 n, 0x80008000;"
+    " fma.rn.bf16x2 w, w, f, n;"
 )
-_BF16_STEP = (
-    " .reg .b32 f, n; mov.b32 f, 0x7B807B80; mov.b32 n, 0x80008000; fma.rn.bf16x2 w, w, f, n;"
+HEAD = "{ .reg .b32 w, f, n; "
+TWIN_STEPS = gl.constexpr(HEAD + TWIN + FP16_STEP)
+PAIR_STEPS = gl.constexpr(HEAD + PAIR + FP16_STEP)
+SQUARES = gl.constexpr(HEAD + TWIN + BF16_STEP + " fma.rn.bf16x2 $0, w, w, n; }")
+# Minus a step: codes of 2 bits without zeros reach to 1.
+TWIN_MINUS = gl.constexpr(HEAD + TWIN + BF16_STEP + " xor.b32 $0, w, 0x80008000; }")
+PAIR_MINUS = gl.constexpr(HEAD + PAIR + BF16_STEP + " xor.b32 $0, w, 0x80008000; }")
+# Of the four zeros (BF16) of a token that of the thread's group, twice, or of two tokens.
+TWIN_ZEROS = gl.constexpr("{ .reg .b32 a, b; mov.b64 {a, b}, $1; prmt.b32 $0, a, b, $2; }")
+PAIR_ZEROS = gl.constexpr(
+    "{ .reg .b32 a, b, x, y; mov.b64 {a, b}, $1; prmt.b32 x, a, b, $3; mov.b64 {a, b}, $2;"
+    " prmt.b32 y, a, b, $3; prmt.b32 $0, x, y, 0x5410; }"
 )
-SQUARES = gl.constexpr(
-    "{ .reg .b32 w; mul.lo.u32 w, $1, 0x00100010;" + _BF16_STEP + " fma.rn.bf16x2 $0, w, w, n; }"
-)
-TWIN_OFFSETS = gl.constexpr(
-    "{ .reg .b32 w; mul.lo.u32 w, $1, 0x00100010;" + _BF16_STEP + " fma.rn.bf16x2 $0, w, $2, n; }"
-)
-PAIR_OFFSETS = gl.constexpr(
-    "{ .reg .b32 w; shl.b32 w, $1, 4;" + _BF16_STEP + " fma.rn.bf16x2 $0, w, $2, n; }"
-)
-
-
-@gluon.jit
-def _one(ASM: gl.constexpr, x):
-    return gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _two(ASM: gl.constexpr, x, y):
-    return gl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -117,23 +114,23 @@ def _upper(x, R: gl.constexpr):
 
 
 @gluon.jit
-def _side(
-    codes, steps, zeros, line, first, GROUP: gl.constexpr, ZERO: gl.constexpr, L: gl.constexpr,
-    WORDS: gl.constexpr, BN: gl.constexpr,
+def _copy(
+    codes, steps, zeros, words, sizes, offsets, line, WORDS: gl.constexpr, ZERO: gl.constexpr,
+    BN: gl.constexpr,
 ):  # fmt: skip
-    """Words, steps (bytes), zeros (bits of BF16) of tokens from ``first`` on: [WORDS, BN]."""
-    token = gl.arange(0, BN, layout=gl.SliceLayout(0, L))
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(1, L))
-    groups: gl.constexpr = 128 // GROUP
-    each: gl.constexpr = GROUP * WORDS // 128
-    at = line + first  # places within a block do not change: added to one address
-    words = gl.load(codes + at * WORDS + (token[None, :] * WORDS + word[:, None]))
-    place = token[None, :] * groups + (word // each)[:, None]
-    step = gl.load(steps + at * groups + place)
-    zero = step
+    """Begin to copy what belongs to the tokens from ``line`` on to shared memory."""
+    each: gl.constexpr = 16 // (32 // WORDS)  # numbers of 16 bytes
+    wide: gl.constexpr = gl.BlockedLayout(
+        [1, each], [32 * each // WORDS, WORDS // each], [1, 1], [1, 0]
+    )
+    row = gl.arange(0, BN, layout=gl.SliceLayout(1, wide))
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, wide))
+    place = gl.multiple_of(codes + line * WORDS, [each])
+    async_copy.async_copy_global_to_shared(words, place + (row[:, None] * WORDS + word[None, :]))
+    token = gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    async_copy.async_copy_global_to_shared(sizes, steps + line + token)
     if ZERO:
-        zero = gl.load(zeros + at * groups + place)
-    return words, step, zero
+        async_copy.async_copy_global_to_shared(offsets, zeros + line + token)
 
 
 @gluon.jit
@@ -197,12 +194,11 @@ def _store_slot(
 @gluon.jit(do_not_specialize=["scale", "feature_scale"])
 def kernel(
     table, q, parts, lses, scale, feature_scale,
-    K_GROUP: gl.constexpr, K_REACH: gl.constexpr, K_ZERO: gl.constexpr, K_SCALED: gl.constexpr,
-    V_GROUP: gl.constexpr, V_REACH: gl.constexpr, V_ZERO: gl.constexpr, V_SCALED: gl.constexpr,
+    K_ZERO: gl.constexpr, K_SCALED: gl.constexpr, V_ZERO: gl.constexpr, V_SCALED: gl.constexpr,
     BY_STEPS: gl.constexpr, FACTORS: gl.constexpr, ALL_ROWS: gl.constexpr, BN: gl.constexpr,
-    AHEAD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    # Programs of the same tokens, for 16 query rows each, are neighbours: codes come from the cache.
+    # Programs of the same tokens, each for 16 query rows, are neighbours: codes are in the cache.
     KL: gl.constexpr = key_layout(BN)
     VL: gl.constexpr = value_layout(BN)
     R: gl.constexpr = 8 if ALL_ROWS <= 8 else 16
@@ -213,15 +209,15 @@ def kernel(
     tile = gl.program_id(0) % tiles
     head = gl.program_id(1).to(gl.int64)
     entry = table + split * 16
-    byte: gl.constexpr = gl.pointer_type(gl.uint8)
-    bits: gl.constexpr = gl.pointer_type(gl.int16)
     number: gl.constexpr = gl.pointer_type(gl.float32)
-    k_codes = gl.load(entry).to(gl.pointer_type(gl.int64))
-    k_steps = gl.load(entry + 1).to(byte)
-    k_zeros = gl.load(entry + 2).to(gl.pointer_type(gl.uint16))
-    v_codes = gl.load(entry + 4).to(gl.pointer_type(gl.int32))
-    v_steps = gl.load(entry + 5).to(byte)
-    v_zeros = gl.load(entry + 6).to(bits)
+    steps4: gl.constexpr = gl.pointer_type(gl.int32)
+    zeros4: gl.constexpr = gl.pointer_type(gl.int64)
+    k_codes = gl.multiple_of(gl.load(entry).to(gl.pointer_type(gl.int64)), 16)
+    k_steps = gl.multiple_of(gl.load(entry + 1).to(steps4), 16)
+    k_zeros = gl.multiple_of(gl.load(entry + 2).to(zeros4), 16)
+    v_codes = gl.multiple_of(gl.load(entry + 4).to(gl.pointer_type(gl.int32)), 16)
+    v_steps = gl.multiple_of(gl.load(entry + 5).to(steps4), 16)
+    v_zeros = gl.multiple_of(gl.load(entry + 6).to(zeros4), 16)
     tokens = gl.load(entry + 9).to(gl.int32)
     line = head * tokens
     begin = gl.load(entry + 14).to(gl.int32)
@@ -250,7 +246,7 @@ def kernel(
     phi *= -feature_scale * k_scale
     if FACTORS:
         word = gl.arange(0, 4, layout=gl.SliceLayout(0, phi.type.layout))
-        at = gl.load(entry + 8).to(number) + head * (128 // K_GROUP) + word // (K_GROUP // 32)
+        at = gl.load(entry + 8).to(number) + head * 4 + word
         phi *= gl.load(at)[None, :]
     if not BY_STEPS:
         phi *= 0.0
@@ -279,29 +275,67 @@ def kernel(
     zero = gl.zeros([16, R], gl.float32, layout=MMA)
     o0, o1, o2, o3, o4, o5, o6, o7, oz = zero, zero, zero, zero, zero, zero, zero, zero, zero
     last = tokens - BN  # where the last whole block begins: a chunk's end is read from there on
-    at = gl.minimum(begin, last)
-    kw, ks, kz = _side(k_codes, k_steps, k_zeros, line, at, K_GROUP, K_ZERO, KL, 4, BN)
-    vw, vs, vz = _side(v_codes, v_steps, v_zeros, line, at, V_GROUP, V_ZERO, VL, 8, BN)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    kw_s = gl.allocate_shared_memory(gl.int64, [STAGES, BN, 4], rows2)
+    ks_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN], flat)
+    kz_s = gl.allocate_shared_memory(gl.int64, [STAGES, BN if K_ZERO else 1], flat)
+    vw_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN, 8], rows2)
+    vs_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN], flat)
+    vz_s = gl.allocate_shared_memory(gl.int64, [STAGES, BN if V_ZERO else 1], flat)
+    for early in gl.static_range(STAGES - 1):
+        following = line + gl.minimum(begin + early * BN, last)
+        _copy(
+            k_codes, k_steps, k_zeros, kw_s.index(early), ks_s.index(early), kz_s.index(early),
+            following, 4, K_ZERO, BN,
+        )  # fmt: skip
+        _copy(
+            v_codes, v_steps, v_zeros, vw_s.index(early), vs_s.index(early), vz_s.index(early),
+            following, 8, V_ZERO, BN,
+        )  # fmt: skip
+        async_copy.commit_group()
+    # Bytes j, j + 4, ... of two words; numbers j of 16 bits.
+    k_word = gl.arange(0, 4, layout=gl.SliceLayout(1, KL))[:, None]
+    v_word = gl.arange(0, 8, layout=gl.SliceLayout(1, VL))[:, None] // 2
+    k_byte = k_word * 0x1111
+    k_pair = k_word * 0x2222 + 0x1010
+    v_byte = v_word * 0x1111 + 0x4400
+    v_pair = v_word * 0x2222 + 0x1010
+    stage = 0
     for first in range(begin, end, BN):
         at = gl.minimum(first, last)
-        following = gl.minimum(first + BN, last)
-        if AHEAD:
-            kw2, ks2, kz2 = _side(
-                k_codes, k_steps, k_zeros, line, following, K_GROUP, K_ZERO, KL, 4, BN
-            )
-            vw2, vs2, vz2 = _side(
-                v_codes, v_steps, v_zeros, line, following, V_GROUP, V_ZERO, VL, 8, BN
-            )
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()
+        ahead = gl.where(stage == 0, STAGES - 1, stage - 1)
+        following = line + gl.minimum(first + (STAGES - 1) * BN, last)
+        _copy(
+            k_codes, k_steps, k_zeros, kw_s.index(ahead), ks_s.index(ahead), kz_s.index(ahead),
+            following, 4, K_ZERO, BN,
+        )  # fmt: skip
+        _copy(
+            v_codes, v_steps, v_zeros, vw_s.index(ahead), vs_s.index(ahead), vz_s.index(ahead),
+            following, 8, V_ZERO, BN,
+        )  # fmt: skip
+        async_copy.commit_group()
+        kw = kw_s.index(stage).permute((1, 0)).load(KL)
+        ks = ks_s.index(stage).load(gl.SliceLayout(0, KL))[None, :]
         low = kw.to(gl.int32)
         high = (kw >> 32).to(gl.int32)
-        byte32 = ks.to(gl.int32)
-        step = _one(TWIN_STEPS, byte32)
+        step = gl.inline_asm_elementwise(
+            TWIN_STEPS, "=r,r,r", [ks, k_byte], dtype=gl.int32, is_pure=True, pack=1
+        )
         if K_ZERO:
-            offset = kz.to(gl.int32) * 0x00010001
+            kz = kz_s.index(stage).load(gl.SliceLayout(0, KL))[None, :]
+            offset = gl.inline_asm_elementwise(
+                TWIN_ZEROS, "=r,l,r", [kz, k_pair], dtype=gl.int32, is_pure=True, pack=1
+            )
         else:
-            k_reach = gl.full([4, BN], REACH_BITS[K_REACH], gl.int32, layout=KL)
-            offset = _two(TWIN_OFFSETS, byte32, k_reach)
-        square = _one(SQUARES, byte32)
+            offset = gl.inline_asm_elementwise(
+                TWIN_MINUS, "=r,r,r", [ks, k_byte], dtype=gl.int32, is_pure=True, pack=1
+            )
+        square = gl.inline_asm_elementwise(
+            SQUARES, "=r,r,r", [ks, k_byte], dtype=gl.int32, is_pure=True, pack=1
+        )
         blank = gl.zeros([16, BN], gl.float32, layout=MMA)
         extra = mma_v2(terms, _right(offset, square, gl.bfloat16, BN), blank)
         scores = _plus_keys(blank, a0, low, high, step, 0, BN)
@@ -336,21 +370,27 @@ def kernel(
         total += gl.sum(shares, 1)
         turned = gl.permute(shares, (1, 0))
         p = gl.convert_layout(turned.to(gl.float16), RIGHT, assert_trivial=True)
+        vw = vw_s.index(stage).permute((1, 0)).load(VL)
+        vs = vs_s.index(stage).load(gl.SliceLayout(0, VL))[None, :]
         low16 = vw.to(gl.int16)
         high16 = (vw >> 16).to(gl.int16)
-        byte16 = vs.to(gl.int16)
         size = gl.inline_asm_elementwise(
-            PAIR_STEPS, "=r,r", [byte16], dtype=gl.float16, is_pure=True, pack=2
+            PAIR_STEPS, "=r,r,r,r,r", [vs, v_byte], dtype=gl.float16, is_pure=True, pack=2
         )
         if V_ZERO:
-            shift = vz.to(gl.bfloat16, bitcast=True)
-        else:
-            v_reach = gl.full([8, BN], 0.0 - V_REACH, gl.bfloat16, layout=VL)
+            vz = vz_s.index(stage).load(gl.SliceLayout(0, VL))[None, :]
             shift = gl.inline_asm_elementwise(
-                PAIR_OFFSETS, "=r,r,r", [byte16, v_reach], dtype=gl.bfloat16, is_pure=True, pack=2
+                PAIR_ZEROS, "=r,l,l,r,r", [vz, v_pair], dtype=gl.bfloat16, is_pure=True, pack=2
             )
-        wide = gl.convert_layout(turned.to(gl.bfloat16), RIGHT, assert_trivial=True)
-        oz = mma_v2(_left(shift, shift, BN), wide, oz)
+        else:
+            shift = gl.inline_asm_elementwise(
+                PAIR_MINUS, "=r,r,r,r,r", [vs, v_byte], dtype=gl.bfloat16, is_pure=True, pack=2
+            )
+        zeros = _left(shift, shift, BN)
+        wide = turned.to(gl.bfloat16)
+        rest = (turned - wide.to(gl.float32)).to(gl.bfloat16)
+        oz = mma_v2(zeros, gl.convert_layout(wide, RIGHT, assert_trivial=True), oz)
+        oz = mma_v2(zeros, gl.convert_layout(rest, RIGHT, assert_trivial=True), oz)
         o0 = _plus_values(o0, p, low16, high16, size, 0, BN)
         o1 = _plus_values(o1, p, low16, high16, size, 1, BN)
         o2 = _plus_values(o2, p, low16, high16, size, 2, BN)
@@ -359,15 +399,8 @@ def kernel(
         o5 = _plus_values(o5, p, low16, high16, size, 5, BN)
         o6 = _plus_values(o6, p, low16, high16, size, 6, BN)
         o7 = _plus_values(o7, p, low16, high16, size, 7, BN)
-        if AHEAD:
-            kw, ks, kz, vw, vs, vz = kw2, ks2, kz2, vw2, vs2, vz2
-        else:
-            kw, ks, kz = _side(
-                k_codes, k_steps, k_zeros, line, following, K_GROUP, K_ZERO, KL, 4, BN
-            )
-            vw, vs, vz = _side(
-                v_codes, v_steps, v_zeros, line, following, V_GROUP, V_ZERO, VL, 8, BN
-            )
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    async_copy.wait_group(0)
     place = split * gl.num_programs(1) * ALL_ROWS + first_row
     row = gl.arange(0, R, layout=gl.SliceLayout(1, SL))
     gl.store(lses + place + row, (top + gl.log2(total)) * 0.6931471805599453, mask=row < ROWS)
@@ -384,7 +417,3 @@ def kernel(
     _store_slot(target, o5, oz, share, 5, ROWS, R)
     _store_slot(target, o6, oz, share, 6, ROWS, R)
     _store_slot(target, o7, oz, share, 7, ROWS, R)
-
-
-# Minus what is subtracted from codes, in BF16 twice; codes of 2 bits reach to 1.
-REACH_BITS = gl.constexpr([0x80008000 - (1 << 32), 0xBF80BF80 - (1 << 32)])

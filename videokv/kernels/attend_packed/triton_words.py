@@ -43,12 +43,12 @@ class Tuning:
 
 
 class Fast:
-    """Of ``gluon_words``: programs in flight on a large GPU, tokens of a block, whether what the
-    next block needs is loaded before this one is worked on, and the most query rows."""
+    """Of ``gluon_words``: programs in flight on a large GPU, tokens of a block, blocks in shared
+    memory, and the most query rows."""
 
-    programs = 1188
+    programs = 1584
     block = 32
-    ahead = True
+    stages = 4
     rows = 64
 
 
@@ -99,7 +99,7 @@ def split_attention(
     query = call.query
     if call.keys.rotation is not None:
         query = call.keys.rotation.apply(query.float()).to(query.dtype)
-    fast = _is_fast(calls) if fast is None else fast
+    fast = _chosen(calls) if fast is None else fast
     programs, block, warps, stages = _tuning(rows)
     if fast:
         programs, block = Fast.programs, Fast.block
@@ -121,7 +121,7 @@ def split_attention(
                 **correction,
                 ALL_ROWS=rows,
                 BN=block,
-                AHEAD=Fast.ahead,
+                STAGES=Fast.stages,
                 num_warps=1,
             )
             return parts, lses
@@ -143,6 +143,18 @@ def split_attention(
     return parts, lses
 
 
+def _chosen(calls: Sequence[PackedCall]) -> bool:
+    """``_is_fast``, found out once for a set of chunks (not in the capture of a graph)."""
+    call = calls[0]
+    kept, key = _tables_of(calls)[1], (call.query.dtype, call.rows, call.by_steps, Fast.stages)
+    if key not in kept:
+        found = _is_fast(calls)
+        if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return found
+        kept[key] = found
+    return kept[key]
+
+
 def _is_fast(calls: Sequence[PackedCall]) -> bool:
     """Whether the kernel in Gluon takes these calls, and has shown that it is right."""
     call = calls[0]
@@ -159,7 +171,7 @@ def _is_fast(calls: Sequence[PackedCall]) -> bool:
     sides = (call.keys.config(), call.values.config(), call.by_steps, call.factors is None)
     refusal = checked_refusal(
         "attend_packed in Gluon",
-        (call.query.dtype, rows, Fast.block, Fast.ahead, *sides),
+        (call.query.dtype, rows, Fast.block, Fast.stages, *sides),
         call.query.device,
         lambda: _fast_disagreement(call),
     )
@@ -170,7 +182,9 @@ def _is_fast(calls: Sequence[PackedCall]) -> bool:
 
 def _fits_fast(parts: Parts) -> bool:
     zeros = parts.zeros is None or parts.zeros.dtype == torch.bfloat16
-    return zeros and parts.head_dim == 128 and parts.group_size in (32, 64, 128)
+    held = (parts.codes, parts.steps, parts.zeros)
+    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in held)
+    return zeros and aligned and parts.head_dim == 128 and parts.group_size == 32
 
 
 def _fast_disagreement(call: PackedCall) -> str | None:
@@ -192,7 +206,8 @@ def _joined(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return ((lses - total).exp().unsqueeze(-1) * parts).sum(0), total
 
 
-_Kept = tuple[tuple[weakref.ref[Parts], ...], dict[tuple[int, ...], Tensor]]
+# For a set of chunks: their tables, and by which kernel queries of a kind read them.
+_Kept = tuple[tuple[weakref.ref[Parts], ...], dict[tuple[int, ...], Tensor], dict[Hashable, bool]]
 _tables: weakref.WeakKeyDictionary[Parts, _Kept] = weakref.WeakKeyDictionary()
 
 
@@ -200,22 +215,24 @@ def has_table(calls: Sequence[PackedCall]) -> bool:
     """Whether these calls need nothing from the host, as in the capture of a CUDA graph: there a
     table would be copied at every replay, from memory that is no longer its own."""
     programs, block, *_ = _tuning(calls[0].rows)
-    if _is_fast(calls):
+    if _chosen(calls):
         programs, block = Fast.programs, Fast.block
-    return _table_key(calls, programs, block) in _tables_of(calls)
+    return _table_key(calls, programs, block) in _tables_of(calls)[0]
 
 
 def _tuning(rows: int) -> tuple[int, int, int, int]:
     return Tuning.few if rows <= Tuning.few_rows else Tuning.many
 
 
-def _tables_of(calls: Sequence[PackedCall]) -> dict[tuple[int, ...], Tensor]:
+def _tables_of(
+    calls: Sequence[PackedCall],
+) -> tuple[dict[tuple[int, ...], Tensor], dict[Hashable, bool]]:
     last = calls[-1].keys
     sides = [side for call in calls for side in (call.keys, call.values)]
     kept = _tables.get(last)
     if kept is None or [ref() for ref in kept[0]] != sides:
-        kept = _tables[last] = (tuple(weakref.ref(side) for side in sides), {})
-    return kept[1]
+        kept = _tables[last] = (tuple(weakref.ref(side) for side in sides), {}, {})
+    return kept[1], kept[2]
 
 
 def _table_key(calls: Sequence[PackedCall], programs: int, block: int) -> tuple[int, ...]:
@@ -225,7 +242,7 @@ def _table_key(calls: Sequence[PackedCall], programs: int, block: int) -> tuple[
 
 def _table(calls: Sequence[PackedCall], *, programs: int, block: int) -> Tensor:
     """A row for each split: where everything of its chunk lies; kept as long as the chunks."""
-    tables, key = _tables_of(calls), _table_key(calls, programs, block)
+    tables, key = _tables_of(calls)[0], _table_key(calls, programs, block)
     table = tables.get(key)
     if table is None:
         table = tables[key] = _filled_table(calls, programs=programs, block=block)
@@ -291,12 +308,7 @@ def _options(parts: Parts, prefix: str) -> dict:
 
 
 def _fast_options(parts: Parts, prefix: str) -> dict:
-    constants = {
-        "GROUP": parts.group_size,
-        "REACH": int(reach_of(parts)) if parts.zero == "none" else 0,
-        "ZERO": parts.zeros is not None,
-        "SCALED": parts.scale is not None,
-    }
+    constants = {"ZERO": parts.zeros is not None, "SCALED": parts.scale is not None}
     return {f"{prefix}_{name}": value for name, value in constants.items()}
 
 
