@@ -23,7 +23,7 @@ from torch import Tensor
 from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed import triton_words_wide
 from videokv.kernels.attend_packed.call import PackedCall
-from videokv.kernels.attend_packed.splits import LOG2_E
+from videokv.kernels.attend_packed.splits import FAST_TOLERANCE, LOG2_E, in_pairs, joined
 from videokv.kernels.attend_packed.words import CODES, side_of, slot_of, spread
 from videokv.kernels.blocks import reach_of
 from videokv.kernels.gpu import checked_refusal, disagreement, on_device, products, say_once
@@ -73,11 +73,6 @@ def _fits(parts: Parts) -> bool:
         and words & (words - 1) == 0
         and parts.codes.data_ptr() % 16 == 0
     )
-
-
-def in_pairs(query: Tensor) -> bool:
-    """Whether two values of 16 bits are handled at once, by instructions of the GPU."""
-    return query.is_cuda and query.dtype != torch.float32
 
 
 def launch_config(call: PackedCall) -> tuple[Hashable, ...]:
@@ -191,19 +186,11 @@ def _fast_disagreement(call: PackedCall) -> str | None:
     """What is wrong with the kernel in Gluon; the other one is checked where calls are refused."""
     got, got_lse = split_attention([call], fast=True)
     want, want_lse = split_attention([call], fast=False)
-    found = [_joined(got, got_lse), _joined(want, want_lse)]
+    found = [joined(got, got_lse), joined(want, want_lse)]
     tolerance = FAST_TOLERANCE[call.query.dtype]
     return disagreement(found[0][0], found[1][0], tolerance=tolerance) or disagreement(
         found[0][1], found[1][1], tolerance=tolerance, what="the log-sum-exp"
     )
-
-
-FAST_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 3e-3}
-
-
-def _joined(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    total = lses.logsumexp(0)
-    return ((lses - total).exp().unsqueeze(-1) * parts).sum(0), total
 
 
 # For a set of chunks: their tables, and by which kernel queries of a kind read them.
