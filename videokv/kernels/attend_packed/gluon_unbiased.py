@@ -2,7 +2,8 @@
 
 As in ``gluon_words``, but a token has one step: it multiplies the token's scores (of values: its
 weights), so that a code is an operand after one instruction for two. What is subtracted from codes
-is taken off sums. Centroids are met by a product with each token's label, weights are summed by one.
+is taken off sums. A product with each token's label gives scores of centroids, and another one the
+weights by label.
 """
 
 from __future__ import annotations
@@ -66,10 +67,7 @@ def _power(exponent, bits, code):
 @gluon.jit
 def _taken(x, y, CODE: gl.constexpr, BITS: gl.constexpr):
     """One code of each half of the words."""
-    if _in_second(BITS, CODE):
-        word = y
-    else:
-        word = x
+    word = y if _in_second(BITS, CODE) else x
     SHIFT: gl.constexpr = _shift(BITS, CODE)
     if SHIFT > 0:
         word = word >> SHIFT

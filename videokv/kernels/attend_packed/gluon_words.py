@@ -246,8 +246,8 @@ def kernel(
     phi *= -feature_scale * k_scale
     if FACTORS:
         word = gl.arange(0, 4, layout=gl.SliceLayout(0, phi.type.layout))
-        at = gl.load(entry + 8).to(number) + head * 4 + word
-        phi *= gl.load(at)[None, :]
+        factor = gl.load(entry + 8).to(number) + head * 4 + word
+        phi *= gl.load(factor)[None, :]
     if not BY_STEPS:
         phi *= 0.0
     terms = gl.permute(gl.join(sums, _in_two(phi)), (0, 3, 1, 2))

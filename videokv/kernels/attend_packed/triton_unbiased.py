@@ -47,10 +47,13 @@ def serves(call: PackedCall) -> bool:
 
 
 class Fast:
-    """Of ``gluon_unbiased``: programs in flight on a large GPU, tokens of a block, and blocks in
-    shared memory."""
+    """Of ``gluon_unbiased``: programs in flight on a large GPU for up to 8 query rows of a KV head,
+    and for more (which need more registers), the most registers of a thread for up to 8, tokens of
+    a block, and blocks in shared memory."""
 
-    programs = 1320
+    programs = 1584
+    programs_of_more = 1056
+    registers = 168
     block = 32
     stages = 4
 
@@ -65,7 +68,9 @@ def split_attention(call: PackedCall, *, fast: bool | None = None) -> tuple[Tens
     kv_heads, tokens = call.keys.shape[1:3]
     rows, every, value_dim = call.rows, batch * heads * queries, call.values.head_dim
     fast = _is_fast(call) if fast is None else fast
-    stretch = _stretch(tokens, batch * kv_heads) if fast else stretch_of(tokens, batch * kv_heads)
+    stretch = stretch_of(tokens, batch * kv_heads)
+    if fast:
+        stretch = _stretch(tokens, batch * kv_heads, rows)
     splits = triton.cdiv(tokens, stretch)
     device = call.query.device
     sums = torch.empty(splits, every, value_dim, device=device)
@@ -108,8 +113,9 @@ def split_attention(call: PackedCall, *, fast: bool | None = None) -> tuple[Tens
     return sums, lses, masses
 
 
-def _stretch(tokens: int, heads: int) -> int:
-    splits = max(1, Fast.programs // heads)
+def _stretch(tokens: int, heads: int, rows: int) -> int:
+    programs = Fast.programs if rows <= 8 else Fast.programs_of_more // triton.cdiv(rows, 16)
+    splits = max(1, programs // heads)
     return -(-tokens // splits // Fast.block) * Fast.block
 
 
@@ -146,6 +152,7 @@ def _launch_fast(
             BN=Fast.block,
             STAGES=Fast.stages,
             num_warps=1,
+            maxnreg=Fast.registers if call.rows <= 8 else None,
         )
 
 

@@ -43,10 +43,13 @@ class Tuning:
 
 
 class Fast:
-    """Of ``gluon_words``: programs in flight on a large GPU, tokens of a block, blocks in shared
-    memory, and the most query rows."""
+    """Of ``gluon_words``: programs in flight on a large GPU for up to 8 query rows of a KV head,
+    and for more (which need more registers), the most registers of a thread for up to 8, tokens of
+    a block, blocks in shared memory, and the most query rows."""
 
     programs = 1584
+    programs_of_more = 1056
+    registers = 168
     block = 32
     stages = 4
     rows = 64
@@ -97,7 +100,7 @@ def split_attention(
     fast = _chosen(calls) if fast is None else fast
     programs, block, warps, stages = _tuning(rows)
     if fast:
-        programs, block = Fast.programs, Fast.block
+        programs, block = _fast_tuning(rows)
     table = _table(calls, programs=programs, block=block)
     splits = table.shape[0]
     device = query.device
@@ -118,6 +121,7 @@ def split_attention(
                 BN=block,
                 STAGES=Fast.stages,
                 num_warps=1,
+                maxnreg=Fast.registers if rows <= 8 else None,
             )
             return parts, lses
         kernel = _kernel if rows <= Tuning.few_rows else triton_words_wide.kernel
@@ -203,12 +207,19 @@ def has_table(calls: Sequence[PackedCall]) -> bool:
     table would be copied at every replay, from memory that is no longer its own."""
     programs, block, *_ = _tuning(calls[0].rows)
     if _chosen(calls):
-        programs, block = Fast.programs, Fast.block
+        programs, block = _fast_tuning(calls[0].rows)
     return _table_key(calls, programs, block) in _tables_of(calls)[0]
 
 
 def _tuning(rows: int) -> tuple[int, int, int, int]:
     return Tuning.few if rows <= Tuning.few_rows else Tuning.many
+
+
+def _fast_tuning(rows: int) -> tuple[int, int]:
+    """Programs that walk over tokens, each with those for the other query rows, and a block."""
+    if rows <= 8:
+        return Fast.programs, Fast.block
+    return Fast.programs_of_more // triton.cdiv(rows, 16), Fast.block
 
 
 def _tables_of(
