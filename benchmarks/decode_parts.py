@@ -8,7 +8,6 @@ Kernels are compared with the reference first. Device times are of CUDA graph re
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 import traceback
 import warnings

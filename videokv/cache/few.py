@@ -59,8 +59,9 @@ class _Reading:
         return PackedCall(query, self.keys, self.values, scale, *extra, self.by_steps, self.factors)
 
 
-# Chunks never change: how one is read holds as long as it lives.
-_readings: weakref.WeakKeyDictionary[PackedChunk, dict[Hashable, _Reading]] = (
+# Chunks never change: how one is read holds as long as it lives. With it a call whose query is of
+# no memory: what is kept must not hold a caller's tensors.
+_readings: weakref.WeakKeyDictionary[PackedChunk, dict[Hashable, PackedCall]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -93,15 +94,19 @@ def packed_calls(
     calls = []
     for chunk in packed:
         known = _readings.get(chunk)
-        reading = None if known is None else known.get(key)
-        found = reading or _reading(chunk, correction)
+        kept = None if known is None else known.get(key)
+        if kept is not None:
+            calls.append(kept.asked(query, scale=scale))
+            continue
+        found = _reading(chunk, correction)
         call = found if isinstance(found, str) else found.call(query, scale=scale)
-        reason = None if reading is not None else _refusal(call)
+        reason = _refusal(call)
         if isinstance(call, str) or isinstance(found, str) or reason is not None:
             say_once(f"few queries read decoded chunks: {reason}")
             return None
         if not found.noise and not capturing:  # columns are as large as the codes: not kept
-            _readings.setdefault(chunk, {})[key] = found
+            empty = torch.empty(query.shape, dtype=query.dtype, device="meta")
+            _readings.setdefault(chunk, {})[key] = call.asked(empty, scale=scale)
         calls.append(call)
     if capturing and not capturable(calls):
         say_once("few queries read decoded chunks in this graph: read once before capturing")

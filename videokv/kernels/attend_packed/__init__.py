@@ -106,8 +106,8 @@ def current_refusal(call: PackedCall, current: Current) -> str | None:
     if not key.dtype == value.dtype == query.dtype:
         return f"rows are {key.dtype} and {value.dtype}, queries {query.dtype}"
     heads = (query.shape[1], key.shape[1])
-    config = (query.dtype, key.shape[3], value.shape[3], heads, current.causal, call.rows)
-    config += (call.keys.config(), call.values.config(), call.by_steps)
+    sides = (call.keys.config(), call.values.config(), call.by_steps)
+    config = (query.dtype, key.shape[3], value.shape[3], heads, current.causal, call.rows, *sides)
     return checked_refusal(
         "attend_packed to current rows", config, query.device, lambda: _check_current(call, current)
     )

@@ -41,6 +41,13 @@ class PackedCall:
         if self.by_steps and (self.keys.axis != "token" or self.extra_query is not None):
             raise ValueError("a correction by steps needs steps of a token, and no columns beside")
 
+    def asked(self, query: Tensor, *, scale: float) -> PackedCall:
+        """The same chunk asked by another query of the same shape; no columns. Nothing that is
+        checked changes, so that a read of many chunks does not check them again."""
+        again = object.__new__(PackedCall)
+        again.__dict__.update(self.__dict__, query=query, scale=scale)
+        return again
+
     @property
     def rows(self) -> int:
         """Query rows that share a KV head."""

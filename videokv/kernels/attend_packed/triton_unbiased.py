@@ -9,7 +9,8 @@ What is left to do for each code is to make it an FP16 number, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 
 import torch
 import triton
@@ -67,7 +68,7 @@ def split_attention(call: PackedCall, *, fast: bool | None = None) -> tuple[Tens
     batch, heads, queries, _ = call.query.shape
     kv_heads, tokens = call.keys.shape[1:3]
     rows, every, value_dim = call.rows, batch * heads * queries, call.values.head_dim
-    fast = _is_fast(call) if fast is None else fast
+    fast = _chosen(call) if fast is None else fast
     stretch = stretch_of(tokens, batch * kv_heads)
     if fast:
         stretch = _stretch(tokens, batch * kv_heads, rows)
@@ -154,6 +155,27 @@ def _launch_fast(
             num_warps=1,
             maxnreg=Fast.registers if call.rows <= 8 else None,
         )
+
+
+# Of keys: the values beside them, and by which kernel queries of a kind read both.
+_choices: weakref.WeakKeyDictionary[Parts, tuple[weakref.ref[Parts], dict[Hashable, bool]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _chosen(call: PackedCall) -> bool:
+    """``_is_fast``, found out once for a chunk (not in the capture of a graph)."""
+    kept = _choices.get(call.keys)
+    if kept is None or kept[0]() is not call.values:
+        kept = _choices[call.keys] = (weakref.ref(call.values), {})
+    no_columns = call.extra_query is None
+    key = (call.query.dtype, call.rows, call.by_steps, no_columns, Fast.stages)
+    if key not in kept[1]:
+        found = _is_fast(call)
+        if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return found
+        kept[1][key] = found
+    return kept[1][key]
 
 
 def _is_fast(call: PackedCall) -> bool:
