@@ -223,7 +223,6 @@ def fake_language(program, grid):
         reshape=lambda a, shape: Tensor(a.x.reshape(shape)),
         convert_layout=lambda a, layout, assert_trivial=False: a,
         multiple_of=lambda a, values: a, static_assert=lambda x: None,
-        thread_barrier=lambda: None,
         allocate_shared_memory=lambda kind, shape, layout: Shared(torch.empty(shape, dtype=kind)),
         maximum=of(torch.maximum), minimum=of(torch.minimum), abs=of(torch.abs),
         exp2=of(torch.exp2), log2=of(torch.log2),
@@ -256,12 +255,11 @@ def plain(function):
 def on_cpu(modules, program, grid):
     """The functions of these modules as Python functions."""
     gl = fake_language(program, grid)
-    async_copy = types.SimpleNamespace(
-        async_copy_global_to_shared=copy, commit_group=lambda: None, wait_group=lambda number: None
-    )
+    async_copy = types.SimpleNamespace(commit_group=lambda: None, wait_group=lambda number: None)
     with contextlib.ExitStack() as stack:
         for module in modules:
-            changes = {"gl": gl, "mma_v2": mma, "async_copy": async_copy}
+            changes = {"gl": gl, "mma_v2": mma, "async_copy": async_copy, "copy_ahead": copy}
+            changes["barrier"] = lambda: None
             for name, held in vars(module).items():
                 if type(held).__name__ in ("GluonJITFunction", "JITFunction", "ConstexprFunction"):
                     changes[name] = plain(held)

@@ -19,6 +19,8 @@ from videokv.kernels.attend_packed.gluon_words import (
     _left,
     _right,
     _upper,
+    barrier,
+    copy_ahead,
     key_layout,
     value_layout,
 )
@@ -146,20 +148,20 @@ def _copy(k_codes, v_codes, k0, k1, k2, vw, line, K_BITS: gl.constexpr, BN: gl.c
         row = gl.arange(0, BN, layout=gl.SliceLayout(1, wide))
         word = gl.arange(0, 4, layout=gl.SliceLayout(0, wide))
         place = gl.multiple_of(k_codes + line * 4, [2])
-        async_copy.async_copy_global_to_shared(k0, place + (row[:, None] * 4 + word[None, :]))
+        copy_ahead(k0, place + (row[:, None] * 4 + word[None, :]))
     else:
         single: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0])
         row = gl.arange(0, BN, layout=gl.SliceLayout(1, single))
         word = gl.arange(0, 4, layout=gl.SliceLayout(0, single))
         place = k_codes + line * 12 + (row[:, None] * 12 + word[None, :] * 3)
-        async_copy.async_copy_global_to_shared(k0, place)
-        async_copy.async_copy_global_to_shared(k1, place + 1)
-        async_copy.async_copy_global_to_shared(k2, place + 2)
+        copy_ahead(k0, place)
+        copy_ahead(k1, place + 1)
+        copy_ahead(k2, place + 2)
     four: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [1, 1], [1, 0])
     row = gl.arange(0, BN, layout=gl.SliceLayout(1, four))
     word = gl.arange(0, 8, layout=gl.SliceLayout(0, four))
     place = gl.multiple_of(v_codes + line * 8, [4])
-    async_copy.async_copy_global_to_shared(vw, place + (row[:, None] * 8 + word[None, :]))
+    copy_ahead(vw, place + (row[:, None] * 8 + word[None, :]))
 
 
 @gluon.jit
@@ -268,7 +270,7 @@ def kernel(
     for first in range(begin, end, BN):
         at = gl.minimum(first, last)
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
+        barrier()
         ahead = gl.where(stage == 0, STAGES - 1, stage - 1)
         following = line + gl.minimum(first + (STAGES - 1) * BN, last)
         _copy(

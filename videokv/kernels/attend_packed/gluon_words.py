@@ -25,6 +25,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+# These were renamed after Triton 3.6.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
@@ -126,11 +130,11 @@ def _copy(
     row = gl.arange(0, BN, layout=gl.SliceLayout(1, wide))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, wide))
     place = gl.multiple_of(codes + line * WORDS, [each])
-    async_copy.async_copy_global_to_shared(words, place + (row[:, None] * WORDS + word[None, :]))
+    copy_ahead(words, place + (row[:, None] * WORDS + word[None, :]))
     token = gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    async_copy.async_copy_global_to_shared(sizes, steps + line + token)
+    copy_ahead(sizes, steps + line + token)
     if ZERO:
-        async_copy.async_copy_global_to_shared(offsets, zeros + line + token)
+        copy_ahead(offsets, zeros + line + token)
 
 
 @gluon.jit
@@ -305,7 +309,7 @@ def kernel(
     for first in range(begin, end, BN):
         at = gl.minimum(first, last)
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
+        barrier()
         ahead = gl.where(stage == 0, STAGES - 1, stage - 1)
         following = line + gl.minimum(first + (STAGES - 1) * BN, last)
         _copy(
