@@ -147,7 +147,7 @@ def _copy(k_codes, v_codes, k0, k1, k2, vw, line, K_BITS: gl.constexpr, BN: gl.c
         wide: gl.constexpr = gl.BlockedLayout([1, 2], [16, 2], [1, 1], [1, 0])
         row = gl.arange(0, BN, layout=gl.SliceLayout(1, wide))
         word = gl.arange(0, 4, layout=gl.SliceLayout(0, wide))
-        place = gl.multiple_of(k_codes + line * 4, [2])
+        place = gl.multiple_of(k_codes + line * 4, 16)
         copy_ahead(k0, place + (row[:, None] * 4 + word[None, :]))
     else:
         single: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0])
@@ -160,7 +160,7 @@ def _copy(k_codes, v_codes, k0, k1, k2, vw, line, K_BITS: gl.constexpr, BN: gl.c
     four: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [1, 1], [1, 0])
     row = gl.arange(0, BN, layout=gl.SliceLayout(1, four))
     word = gl.arange(0, 8, layout=gl.SliceLayout(0, four))
-    place = gl.multiple_of(v_codes + line * 8, [4])
+    place = gl.multiple_of(v_codes + line * 8, 16)
     copy_ahead(vw, place + (row[:, None] * 8 + word[None, :]))
 
 
@@ -241,13 +241,15 @@ def kernel(
     o0, o1, o2, o3, o4, o5, o6, o7 = zero, zero, zero, zero, zero, zero, zero, zero
     whole, mass = zero, zero
     last = tokens - BN  # where the last whole block begins: a chunk's end is read from there on
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # Copied 16 bytes at a time, keys of 3 bits in single words.
+    k_rows: gl.constexpr = gl.SwizzledSharedLayout(2 if K_BITS == 2 else 1, 1, 1, [1, 0])
+    v_rows: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
     WORD: gl.constexpr = gl.int64 if K_BITS == 2 else gl.int32
     more: gl.constexpr = 1 if K_BITS == 2 else BN
-    k0_s = gl.allocate_shared_memory(WORD, [STAGES, BN, 4], rows2)
-    k1_s = gl.allocate_shared_memory(gl.int32, [STAGES, more, 4], rows2)
-    k2_s = gl.allocate_shared_memory(gl.int32, [STAGES, more, 4], rows2)
-    vw_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN, 8], rows2)
+    k0_s = gl.allocate_shared_memory(WORD, [STAGES, BN, 4], k_rows)
+    k1_s = gl.allocate_shared_memory(gl.int32, [STAGES, more, 4], k_rows)
+    k2_s = gl.allocate_shared_memory(gl.int32, [STAGES, more, 4], k_rows)
+    vw_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN, 8], v_rows)
     for early in gl.static_range(STAGES - 1):
         following = line + gl.minimum(begin + early * BN, last)
         _copy(

@@ -129,7 +129,7 @@ def _copy(
     )
     row = gl.arange(0, BN, layout=gl.SliceLayout(1, wide))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, wide))
-    place = gl.multiple_of(codes + line * WORDS, [each])
+    place = gl.multiple_of(codes + line * WORDS, 16)
     copy_ahead(words, place + (row[:, None] * WORDS + word[None, :]))
     token = gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [1], [0]))
     copy_ahead(sizes, steps + line + token)
@@ -280,11 +280,12 @@ def kernel(
     o0, o1, o2, o3, o4, o5, o6, o7, oz = zero, zero, zero, zero, zero, zero, zero, zero, zero
     last = tokens - BN  # where the last whole block begins: a chunk's end is read from there on
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    kw_s = gl.allocate_shared_memory(gl.int64, [STAGES, BN, 4], rows2)
+    k_rows: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 1, [1, 0])  # copied 16 bytes at a time
+    v_rows: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    kw_s = gl.allocate_shared_memory(gl.int64, [STAGES, BN, 4], k_rows)
     ks_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN], flat)
     kz_s = gl.allocate_shared_memory(gl.int64, [STAGES, BN if K_ZERO else 1], flat)
-    vw_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN, 8], rows2)
+    vw_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN, 8], v_rows)
     vs_s = gl.allocate_shared_memory(gl.int32, [STAGES, BN], flat)
     vz_s = gl.allocate_shared_memory(gl.int64, [STAGES, BN if V_ZERO else 1], flat)
     for early in gl.static_range(STAGES - 1):
