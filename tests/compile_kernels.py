@@ -52,6 +52,7 @@ def _cases() -> dict:
     import dataclasses
     from functools import partial
 
+    import test_attend_packed_gluon as in_gluon
     import test_attend_packed_triton as packed
     import test_attention_triton as attention
     import test_quantize_groups_triton as groups
@@ -148,6 +149,13 @@ def _cases() -> dict:
         call = packed.by_steps(packed.make_call("rtn", dtype=dtype, queries=rows // 2))
         packed.triton_words.split_attention([call])
 
+    def packed_gluon(name: str, queries: int) -> None:
+        call = packed.by_steps(in_gluon.call_of(name, queries=queries, dtype=bf16))
+        if in_gluon.triton_unbiased.serves(call):
+            in_gluon.triton_unbiased.split_attention(call, fast=True)
+        else:
+            in_gluon.triton_words.split_attention([call], fast=True)
+
     def fit(dtype: torch.dtype, size: int, features: int) -> None:
         queries, true, noisy = (torch.ones(1, 2, 70, size, dtype=dtype) for _ in range(3))
         phi, weights = torch.ones(1, 2, 70, features), torch.ones(1, 2, 70, features)
@@ -217,6 +225,19 @@ def _cases() -> dict:
             )
             for rows in (2, 32)
             for dtype in (bf16, torch.float16, torch.float32)
+        },
+        **{
+            f"attend_packed {name} in Gluon, {2 * queries} rows": partial(
+                packed_gluon, name, queries
+            )
+            for name, queries in (
+                ("rtn", 2),
+                ("rtn", 32),
+                ("symmetric", 2),
+                ("unbiased", 2),
+                ("unbiased", 32),
+                ("small", 2),
+            )
         },
         "quantize rtn": partial(quantize, format=GroupFormat(2, 32)),
         "quantize kivi": partial(quantize, format=GroupFormat(2, 32, axis="channel")),

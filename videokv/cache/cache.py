@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from videokv.cache.chunks import Job, PackedChunk, sliced
-from videokv.cache.few import attend_all, packed_calls
+from videokv.cache.few import attend_all, current_rows, packed_calls
 from videokv.cache.graphs import outside_graphs
 from videokv.cache.layer import LayerCache
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
@@ -537,6 +537,9 @@ class KVCache:
         if calls is None:
             return None
         dense = [segment for _, segment in held.segments({})]
+        rows = None if dense else current_rows(calls, current, scale=scale, causal=causal)
+        if rows is not None:
+            return attend_all(calls, rows)
         output, lse = self.recipe.attend(
             query, [*dense, current], scale=scale, causal=causal, need_lse=True
         )
