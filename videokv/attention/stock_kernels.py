@@ -104,6 +104,11 @@ def left_out(kernel: str) -> Iterator[None]:
         _left_out = before
 
 
+def has(kernel: str) -> bool:
+    """Whether a kernel takes part: not left out, its package there."""
+    return kernel not in _left_out and (kernel != "fa4" or has_fa4())
+
+
 @dataclass(frozen=True)
 class KernelChoice:
     """A kernel and how its inputs must be shaped.
