@@ -26,9 +26,10 @@ TITLES = {
 NOTES = {
     "attention": "`error`: relative norm against float64 on the same dequantized keys and values.",
     "end_to_end": (
-        "Of ours `against_best_dense` and `against_cudnn` include packing, "
-        "`passes_against_best_dense` does not, nor does `quant-videogen/against_best_dense`. "
-        "`snapshot`: the whole history is packed anew every chunk."
+        "`against_best_dense` and `against_cudnn` include packing, "
+        "`passes_against_best_dense` does not. `snapshot`: the whole history is packed anew every "
+        "chunk. `again`: the best dense loop once more, after all others, on a GPU that has warmed "
+        "up."
     ),
     "decode": "`packed` is `rtn-2bit+taylor`; 131,072 cached keys, 32 query and 8 key/value heads.",
 }

@@ -1,6 +1,6 @@
 """The correction's columns on one GPU: variants of the kernels, launches and host time of a read.
 
-    python benchmarks/score_columns.py
+    python benchmarks/score_columns.py [rotated,projected,both]
 
 A line a figure, under 30 s. Shape: 12 heads of 128 channels, 4680 queries, six packed chunks of
 4680 keys, BF16. "rotated" is QuaRot (4 columns), "projected" QuantWM (a basis of rank 8 a chunk, 12
@@ -9,6 +9,7 @@ columns), "both" QuaRot with such bases. Every variant is checked against float6
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from videokv.attention.columns import ColumnCall, plan_calls, with_columns
-from videokv.kernels.score_columns import keep_noise, reference, stacked_bases
+from videokv.kernels.score_columns import keep_noise, placement, reference, stacked_bases
 from videokv.kernels.score_columns import triton as kernel
 from videokv.kernels.score_columns import triton_energies as energies
 from videokv.noise import QueryMap, ScoreNoise
@@ -26,7 +27,7 @@ from videokv.rotation import Rotation
 
 HEADS, SIZE, CHUNK, CHUNKS, RANK, SPARE = 12, 128, 4680, 6, 8, 16
 SCALE = SIZE**-0.5
-VARIANTS = ((64, 8, 4), (64, 8, 8), (64, 8, 2), (64, 4, 4), (32, 4, 4), (32, 4, 8), (16, 4, 4))
+VARIANTS = ((64, 8, 8), (128, 8, 8), (64, 8, 4), (64, 8, 2), (64, 4, 4), (32, 4, 4), (16, 4, 4))
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -134,12 +135,35 @@ def time_variants(kind: str, query: Tensor) -> None:
     energies.ROWS, energies.WARPS = 64, 4
 
 
+def time_places(kind: str) -> None:
+    """Rows of a program that writes the columns of keys."""
+    for tokens in (128, 64, 256, 512):
+        placement.TOKENS = kernel.TOKENS = tokens
+        placement._tables.cache_clear()
+        call = read(maps_of(kind))
+        assert call.kept is not None
+        shape = (1, HEADS, CHUNK * (CHUNKS + 2), SIZE + SPARE)
+        whole = torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
+        want = torch.full_like(whole[..., SIZE:], torch.nan)
+        place = call.kept.placement
+        kernel.place_key_columns(whole[..., SIZE:], place)
+        reference.place_key_columns(want, place)
+        same = torch.equal(want, whole[..., SIZE:])
+        took = milliseconds(lambda out=whole[..., SIZE:], p=place: kernel.place_key_columns(out, p))
+        print(f"{kind}: keys, {tokens} rows: {took:.4f} ms, right: {same}", flush=True)
+    placement.TOKENS = kernel.TOKENS = 128
+    placement._tables.cache_clear()
+
+
 def main() -> None:
+    kinds = (sys.argv[1] if len(sys.argv) > 1 else "rotated,projected,both").split(",")
     query = draw(1, HEADS, CHUNK, SIZE, seed=99)
-    for kind in ("rotated", "projected", "both"):
+    for kind in kinds:
         time_read(kind, query)
-    for kind in ("projected", "rotated", "both"):
+    for kind in kinds:
         time_variants(kind, query)
+    for kind in kinds:
+        time_places(kind)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from videokv.kernels.fit_factor import kernel_refusal, reference
 from videokv.kernels.fit_factor import triton as kernel
 from videokv.protocols import EncodeContext
 
-HEADS, TOKENS, SIZE, ROWS, ROUNDS = 12, 4680, 128, 128, 50
+HEADS, TOKENS, SIZE, ROWS, ROUNDS, LAYERS = 12, 4680, 128, 128, 10, 10
 
 
 def timed(run) -> tuple[float, float]:
@@ -35,7 +35,8 @@ def timed(run) -> tuple[float, float]:
 
 
 def main() -> None:
-    """A line a recipe for the whole fit, then a line a variant for the kernels alone."""
+    """A line a recipe for the whole fit of a layer, then a line a variant for the kernels of some
+    layers at once, with heads sitting out passes and without."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(1, HEADS, TOKENS, SIZE, generator=generator).to("cuda", torch.bfloat16)
     queries = torch.randn(1, HEADS, ROWS, SIZE, generator=generator).to("cuda", torch.bfloat16)
@@ -52,17 +53,22 @@ def main() -> None:
     noisy = packed.decode(torch.float32)
     (term,) = packed.noise()
     phi = term.query_map.features(queries, scale=scale)
-    tensors = (queries, keys, noisy, phi, term.weights)
-    want = reference.fit_factor(*(t.double() for t in tensors), scale=scale)
-    shapes = ((32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 8, 2))
-    for (block, warps, stages), programs in itertools.product(shapes, (132, 264, 528)):
+    alone = (queries, keys, noisy, phi, term.weights)
+    want = reference.fit_factor(*(t.double() for t in alone), scale=scale)
+    tensors = [t.repeat(LAYERS, 1, 1, 1) for t in alone]
+    shapes = ((32, 4, 2), (64, 4, 2), (64, 8, 2))
+    for (block, warps, stages), unrolled in itertools.product(shapes, (4, 1)):
         kernel.BLOCK_TOKENS, kernel.WARPS, kernel.STAGES = block, warps, stages
-        kernel.PROGRAMS = programs
+        kernel.UNROLLED = unrolled
         off = float((kernel.fit_factor(*tensors, scale=scale) - want).abs().max())
-        gpu_ms, host_ms = timed(lambda: kernel.fit_factor(*tensors, scale=scale))
+        whole = []
+        for narrow in (0.0, 2.0**-12):
+            kernel.NARROW = narrow
+            whole.append(timed(lambda: kernel.fit_factor(*tensors, scale=scale))[0])
         print(
-            f"{block} tokens, {warps} warps, {stages} stages, {programs} programs: "
-            f"{gpu_ms:.3f} ms, host {host_ms:.3f}, off by {off:.1e}"
+            f"{LAYERS} layers, {block} tokens, {warps} warps, {stages} stages, {unrolled} at once: "
+            f"{whole[1]:.3f} ms (all passes {whole[0]:.3f}), off by {off:.1e}",
+            flush=True,
         )
 
 

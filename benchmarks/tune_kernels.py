@@ -216,6 +216,7 @@ def quantizing_case(label: str, tensors: list[torch.Tensor]) -> Case:
     }
 
     def apply(setting: tuple[int, ...]) -> None:
+        quantizing.planned.cache_clear()
         if clusters is not None:
             quantizing.CLUSTERED_ELEMENTS, quantizing.CLUSTERED_WARPS = setting[:2]
             quantizing.LONGEST = setting[2]

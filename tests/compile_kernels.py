@@ -52,6 +52,7 @@ def _cases() -> dict:
     import dataclasses
     from functools import partial
 
+    import test_attend_packed_gluon as in_gluon
     import test_attend_packed_triton as packed
     import test_attention_triton as attention
     import test_quantize_groups_triton as groups
@@ -60,17 +61,19 @@ def _cases() -> dict:
 
     from videokv.kernels.assign_centroids import triton as centroids
     from videokv.kernels.assign_centroids import triton_few as few
-    from videokv.kernels.assign_centroids import triton_step
+    from videokv.kernels.assign_centroids import triton_spread, triton_step
     from videokv.kernels.attend import Rows, to_e4m3
     from videokv.kernels.attend.tiles import Tile
     from videokv.kernels.code_repair import triton as coding
     from videokv.kernels.copy_rows import triton as copying
     from videokv.kernels.fit_factor import triton as factors
+    from videokv.kernels.merge_tail import triton as merging
     from videokv.kernels.quantize_two_level import triton as two_level
     from videokv.kernels.reconstruct import Rope
     from videokv.kernels.reconstruct.plan import Job, batches
     from videokv.kernels.score_columns import triton as columns
     from videokv.kernels.score_columns.placement import Part, Placement
+    from videokv.kernels.subspace_iteration import operands
     from videokv.kernels.subspace_iteration import triton as subspace
     from videokv.noise import QueryMap
     from videokv.rotation import Rotation
@@ -84,8 +87,8 @@ def _cases() -> dict:
     x = groups.draw(1, 2, 67, 128).to(bf16)
     origin, table = x.mean(2, keepdim=True, dtype=torch.float32), x[:, :, :16].float()
     labels = torch.zeros(1, 2, 67, dtype=torch.uint8)
-    weights = torch.ones(1, 2, 128)
-    spans = torch.ones(1, 2, 1, 1)
+    moment = torch.eye(128).repeat(1, 2, 1, 1)
+    directions = operands(torch.ones(1, 2, 128, 8, dtype=bf16), moment)
 
     def decode(name: str, *, interleaved: bool | None = None) -> None:
         chunk = reconstruction.encoded(name)
@@ -138,11 +141,20 @@ def _cases() -> dict:
         held = torch.empty(1, 67, 2, 128, dtype=bf16).transpose(1, 2)
         keys = torch.empty(1, 2, 67, 144, dtype=bf16)[..., :128]
         copying.copy_rows([(held, keys), (held, torch.empty(1, 2, 67, 128, dtype=bf16))])
+        lse = torch.empty(held.shape[:3])
+        merging.merge_tail(held, lse, held, lse)
 
     def packed_words(*, rows: int, dtype: torch.dtype) -> None:
         packed.triton_words.in_pairs = lambda query: query.dtype != torch.float32
         call = packed.by_steps(packed.make_call("rtn", dtype=dtype, queries=rows // 2))
         packed.triton_words.split_attention([call])
+
+    def packed_gluon(name: str, queries: int) -> None:
+        call = packed.by_steps(in_gluon.call_of(name, queries=queries, dtype=bf16))
+        if in_gluon.triton_unbiased.serves(call):
+            in_gluon.triton_unbiased.split_attention(call, fast=True)
+        else:
+            in_gluon.triton_words.split_attention([call], fast=True)
 
     def fit(dtype: torch.dtype, size: int, features: int) -> None:
         queries, true, noisy = (torch.ones(1, 2, 70, size, dtype=dtype) for _ in range(3))
@@ -214,6 +226,19 @@ def _cases() -> dict:
             for rows in (2, 32)
             for dtype in (bf16, torch.float16, torch.float32)
         },
+        **{
+            f"attend_packed {name} in Gluon, {2 * queries} rows": partial(
+                packed_gluon, name, queries
+            )
+            for name, queries in (
+                ("rtn", 2),
+                ("rtn", 32),
+                ("symmetric", 2),
+                ("unbiased", 2),
+                ("unbiased", 32),
+                ("small", 2),
+            )
+        },
         "quantize rtn": partial(quantize, format=GroupFormat(2, 32)),
         "quantize kivi": partial(quantize, format=GroupFormat(2, 32, axis="channel")),
         "quantize quarot": partial(quantize, format=GroupFormat(2, 32), rotation=Rotation(128)),
@@ -223,16 +248,8 @@ def _cases() -> dict:
         "assign and sum in one pass": partial(
             triton_step.cluster, x, table.repeat(1, 1, 16, 1), iterations=1
         ),
-        "code repair": lambda: coding.code_repair(
-            x,
-            x.float(),
-            weights[..., None].repeat(1, 1, 1, 8),
-            weights[..., None].repeat(1, 1, 1, 8),
-            torch.ones(1, 2, 8, 8),
-        ),
-        "choose": partial(
-            centroids.choose_by_range, x, table, weights, group_size=64, candidates=4
-        ),
+        "code repair": lambda: coding.code_repair(x, x.float(), directions),
+        "choose": partial(centroids.choose_by_range, x, table, moment, group_size=64, candidates=4),
         "reconstruct unbiased": partial(decode_unbiased, 3, 128, bf16),
         "reconstruct unbiased 2 bits": partial(decode_unbiased, 2, 128, bf16),
         "reconstruct unbiased float32": partial(decode_unbiased, 2, 80, torch.float32),
@@ -243,12 +260,11 @@ def _cases() -> dict:
         "encode unbiased": partial(encode_unbiased, 3, x),
         "encode unbiased float32": partial(encode_unbiased, 2, x[..., :80].float()),
         "assign 16 bits": partial(centroids.nearest_one, x, origin, table),
-        "subspace iteration": lambda: subspace.iterate(
-            torch.eye(128, dtype=torch.float64).expand(1, 2, 128, 128),
-            torch.ones(128, 8, dtype=torch.float64),
-            first=3,
-            rounds=12,
+        "subspace iteration": partial(
+            subspace.principal, moment, torch.ones(128, 8, dtype=torch.float64)
         ),
+        "starts": partial(triton_spread.spread, x, count=256, seed=0),
+        "starts float32": partial(triton_spread.spread, x[..., :80].float(), count=100, seed=0),
         "few starts": partial(few.spread, x, count=15, seed=0),
         "few starts float32": partial(few.spread, x[..., :80].float(), count=7, seed=0),
         "few labels": partial(few_centres, x, 4),
@@ -256,8 +272,10 @@ def _cases() -> dict:
         "fit factor": partial(fit, bf16, 128, 4),
         "fit factor, a feature a channel": partial(fit, bf16, 128, 128),
         "fit factor float32": partial(fit, torch.float32, 80, 4),
-        "two-level spans": partial(two_level.spans, x, None, group_size=64),
-        "two-level encode": partial(two_level.encode, x, None, spans, group_size=64),
+        "two-level": partial(two_level.encode, x, None, group_size=64),
+        "two-level repaired": partial(
+            two_level.encode, x, None, group_size=64, directions=directions
+        ),
     }
 
 

@@ -70,6 +70,13 @@ def test_an_iteration_that_reads_the_tokens_once(tokens, centroids, size):
     assert torch.equal(again[0], labels) and torch.equal(again[1], table)
 
 
+def test_centroids_in_bfloat16_are_those_of_float32_rounded():
+    x, start = draw(1, 2, 200, 64, dtype=torch.float16), draw(1, 2, 12, 64, seed=1)
+    labels, table = triton_step.cluster(x, start, iterations=2)
+    ids, stored = triton_step.cluster(x, start, iterations=2, dtype=torch.bfloat16)
+    assert torch.equal(ids, labels) and torch.equal(stored, table.bfloat16())
+
+
 def test_an_iteration_in_one_pass_bounds_labels_of_lost_tokens_and_keeps_empty_clusters():
     x = draw(1, 1, 70, 64, dtype=torch.float16)
     start = torch.cat([draw(1, 1, 4, 64), torch.full((1, 1, 1, 64), 400.0, device=DEVICE)], 2)
@@ -87,9 +94,11 @@ def test_choice_by_range(size, group, centroids):
     x = draw(1, 2, 70, size)
     table = draw(1, 2, centroids, size, seed=1)
     weights = torch.rand(1, 2, size, generator=torch.Generator().manual_seed(2)).to(DEVICE) * 3
+    moment = weights.diag_embed() + 0.1
+    weights = choice.channel_weights(moment)
     options = {"group_size": group, "candidates": min(4, centroids)}
-    got = kernel.choose_by_range(x, table, weights, **options)
-    want = choice.choose_by_range(x, table, weights, **options)
+    got = kernel.choose_by_range(x, table, moment, **options)
+    want = choice.choose_by_range(x, table, moment, **options)
     assert (got.long() != want).float().mean() < 0.03  # FP16 distances: a candidate may differ
     scores = [
         choice.range_scores(x, table, ids, weights, group).sum() for ids in (got.long(), want)
@@ -106,8 +115,8 @@ def test_the_package_uses_the_kernels_where_they_agree(monkeypatch):
     ids, table = cluster(x, start, iterations=2)
     assert (ids != want[0]).float().mean() < 0.02
     assert float((table - want[1]).norm() / want[1].norm()) < 1e-2
-    weights = torch.ones(1, 2, 64, device=DEVICE)
-    chosen = package.choose_by_range(x, table, weights, group_size=32, candidates=4)
+    moment = torch.eye(64, device=DEVICE).expand(1, 2, -1, -1)
+    chosen = package.choose_by_range(x, table, moment, group_size=32, candidates=4)
     assert chosen is not None and chosen.dtype == torch.uint8
 
     monkeypatch.setattr(gpu, "_verdicts", {})
@@ -122,5 +131,5 @@ def test_the_self_checks_pass_on_a_corner_of_many_rows_and_heads(monkeypatch, si
     x, table = draw(3, 5, 90, size), draw(3, 5, 9, size, seed=1)
     assert package._self_check(x) is None
     monkeypatch.setattr(gpu, "_verdicts", {})
-    weights = draw(3, 1, size, seed=2).abs().expand(-1, 5, -1)
-    assert choice.refusal(x, table, weights, group_size=16, candidates=4) is None
+    moment = draw(3, 1, size, seed=2).abs().diag_embed().expand(-1, 5, -1, -1)
+    assert choice.refusal(x, table, moment, group_size=16, candidates=4) is None

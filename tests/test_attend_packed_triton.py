@@ -7,7 +7,7 @@ import torch
 
 import videokv
 import videokv.kernels.attend_packed as package
-from videokv.kernels.attend_packed import PackedCall, _self_check, reference, splits
+from videokv.kernels.attend_packed import Current, PackedCall, _self_check, reference, splits
 from videokv.protocols import EncodeContext
 from videokv.quantizers.centroid_residual import CentroidResidual, Clustering
 from videokv.quantizers.groupwise import Groupwise
@@ -204,3 +204,16 @@ def test_features_beyond_half_precision_stay_numbers(queries):
     call = dataclasses.replace(call, query=call.query * 2000)
     got, lse = kernel.attend_packed(call)
     assert got.isfinite().all() and lse.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("names", [("rtn",), ("quarot", "odd64"), ("eighty",)])
+def test_current_rows_in_the_merge(names, causal):
+    calls = [make_call(name, columns=0, queries=19) for name in names]
+    size = calls[0].query.shape[3]
+    rows = (draw(2, 19, 2, size, seed=n).to(DEVICE).transpose(1, 2) for n in (8, 9))
+    current = Current(*rows, size**-0.5, causal)
+    got, lse = kernel.attend_all(calls, current)
+    want, want_lse = reference.attend_all(calls, current)
+    assert off(got, want) < 1e-5 and off(lse, want_lse) < 1e-5
+    assert package._check_current(calls[0], current) is None

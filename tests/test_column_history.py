@@ -12,6 +12,7 @@ from videokv.attention import attend, explain_choice
 from videokv.attention import sdpa as sdpa_module
 from videokv.attention.columns import plan_calls, with_columns, write_key_columns
 from videokv.cache import cache as cache_module
+from videokv.cache import stacking
 from videokv.cache.chunks import PackedChunk
 from videokv.kernels.score_columns import history_of, keep_noise, reference
 from videokv.noise import QueryMap, ScoreNoise
@@ -134,6 +135,44 @@ def test_a_commit_makes_the_columns_of_its_chunks_alone(name, monkeypatch):
     cache.forget(cache._layers[0].state.chunks[2].start + 7)
     columns_of(cache, rows, keep=True)
     assert len(asked) == 1, "rows of a chunk that were forgotten change nothing in the others"
+
+
+@pytest.mark.parametrize("name", [*NAMES, "kivi-2bit-psac8+calibrated", "videokv-2bit+calibrated"])
+def test_a_commit_of_several_layers_makes_them_for_all(name, monkeypatch):
+    """As long as reads use them; the same ones as a read makes, and each layer's own."""
+    monkeypatch.setattr(stacking, "_most", lambda *_: 3)
+    cache = filled(name, layers=3, chunks=4, window_chunks=4)
+    layers = cache._layers.values()
+    assert not any(layer._columns for layer in layers), "nobody read"
+    rows = current()
+    for layer in layers:
+        layer.gathered(Segment(*rows[1:]), keep=True)
+    kept = all(layer.keeps_columns for layer in layers)
+    assert kept != name.startswith("kivi"), "a column a channel is not kept"
+    for number, layer in enumerate(layers):
+        generator = torch.Generator().manual_seed(number)
+        q, k, v = (draw(generator, heads, rows[0].dtype) for heads in (4, 2, 2))
+        cache.write(layer.index, cache.length, k, v, q)
+    cache.commit(cache.length + TOKENS)
+    chunks = [layer.state.chunks[-1] for layer in layers]
+    # A layer whose keys were all repaired, among others, waits for its read.
+    waiting = [getattr(chunk.keys, "repair", None) is not None and chunk.keys.repair.complete
+               for chunk in chunks]  # fmt: skip
+    assert not all(waiting)
+    for layer, chunk, waits in zip(layers, chunks, waiting, strict=True):
+        made = layer._columns.pop(chunk, None)
+        assert (made is not None) == (kept and not waits)
+        if made is None:
+            continue
+        fresh = layer._columns_of(chunk, layer.state.layout)
+        assert torch.equal(made.weights, fresh.weights) and len(made.maps) == len(fresh.maps)
+        assert all(a.same_as(b) for a, b in zip(made.maps, fresh.maps, strict=True))
+        assert made.weights.untyped_storage().nbytes() == made.weights.nbytes
+    for index in range(3):
+        if kept:
+            cache._layers[0], first = cache._layers[index], cache._layers[0]
+            assert_kept_is_fresh(cache)
+            cache._layers[0] = first
 
 
 def test_nothing_waits_for_the_garbage_collector():

@@ -97,6 +97,26 @@ def test_results_do_not_depend_on_the_split(monkeypatch):
     assert float((kernel.fit_factor(*tensors, scale=0.125) - whole).abs().max()) < 1e-5
 
 
+def test_heads_sit_out_once_their_interval_is_narrow(monkeypatch):
+    """One head after the first pass, the other, whose errors are large, later."""
+    queries, true, noisy, phi, weights = make(90)
+    noisy[:, 1] += 3 * (noisy - true.float())[:, 1]
+    weights[:, 1] *= 40 * torch.rand(90, 1, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    tensors = (queries, true, noisy, phi, weights)
+    found = {}
+    for narrow in (0.0, kernel.NARROW):
+        monkeypatch.setattr(kernel, "NARROW", narrow)
+        found[narrow] = kernel.fit_factor(*tensors, scale=0.125)
+        monkeypatch.setattr(kernel, "PASSES", 1)
+        first = kernel.fit_factor(*tensors, scale=0.125)
+        monkeypatch.setattr(kernel, "PASSES", 3)
+        assert narrow == 0 or torch.equal(first[:, 0], found[narrow][:, 0])
+        assert not torch.equal(first[:, 1], found[narrow][:, 1])
+    exact, quick = found.values()
+    assert float((exact - quick).abs().max()) < kernel.NARROW
+    assert off(*tensors) < 2e-4
+
+
 def test_the_self_check_passes():
     for features in (4, 32):
         assert _self_check(torch.float16, 64, features, torch.device(DEVICE), tokens=130) is None

@@ -14,6 +14,7 @@ from videokv.rotation import Rotation
 
 pytest.importorskip("triton")
 from videokv.kernels.score_columns import triton as kernel  # noqa: E402
+from videokv.kernels.score_columns import triton_energies  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -101,6 +102,25 @@ def test_projected_queries(count, rank, size, group, rotated, power):
     error = (got.double() - want)[..., size:].norm() / want[..., size:].norm()
     assert float(error) < (1e-5 if dtype == torch.float32 else 8e-3)
     assert not got[..., -5:].any() and torch.equal(got[..., :size], query)
+
+
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("bare", [0, 1, 3])
+def test_a_map_without_a_basis_among_projected_ones(bare, group):
+    """Tokens without repair; by the kernel of energies, wherever the map stands."""
+    used = [QueryMap(group, None, basis(128, seed=30 + n, rank=8 - n)) for n in range(3)]
+    used.insert(bare, QueryMap(group))
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    query = draw(2, 4, 70, 128, seed=8).to(dtype)
+    query[..., :3] *= 30
+    bases = stacked_bases(used, batch=2, heads=2)
+    assert triton_energies.serves(query, used, bases)
+    got = kernel.widen_query(query, used, scale=0.11, width=144, bases=bases)
+    want = reference.widen_query(query.double(), used, scale=0.11, width=144)
+    error = (got.double() - want)[..., 128:].norm(dim=2) / want[..., 128:].norm(dim=2).clamp(1e-9)
+    assert float(error.max()) < (1e-5 if dtype == torch.float32 else 8e-3)
+    assert torch.equal(got[..., :128], query)
+    assert not triton_energies.serves(query, [*used, QueryMap(group)], bases)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")

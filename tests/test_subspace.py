@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from videokv.kernels.code_repair import code_repair
+from videokv.kernels.subspace_iteration import operands, principal
 from videokv.protocols import EncodeContext
 from videokv.quantizers import subspace
 from videokv.quantizers.centroid_residual import CentroidResidual, Clustering
@@ -17,7 +19,7 @@ from videokv.quantizers.groupwise import Groupwise
 from videokv.quantizers.kivi import build_kivi
 from videokv.quantizers.query_aware import QueryAware
 from videokv.quantizers.rotated import Rotated
-from videokv.quantizers.subspace import Subspace, fit_repair, principal_directions
+from videokv.quantizers.subspace import Subspace, repair_of
 from videokv.tensors import GroupFormat, held_bytes
 
 INNER = {
@@ -78,6 +80,14 @@ def test_repair_lowers_what_queries_see(name):
         return float((((decoded - x) @ m) * (decoded - x)).sum())
 
     assert seen(chunk.decode(torch.float32)) < 0.45 * seen(chunk.inner.decode(torch.float32))
+
+
+def principal_directions(m: torch.Tensor, *, rank: int) -> torch.Tensor:
+    return principal(m, rank=rank).basis
+
+
+def fit_repair(keys, decoded, basis, m):
+    return repair_of(code_repair(keys, decoded, operands(basis, m)), basis)
 
 
 def test_directions_are_the_eigenvectors_of_well_separated_values():

@@ -90,6 +90,7 @@ class Correction(Protocol):
     """What is subtracted from cached scores. ``name`` is the word after ``+`` in a recipe.
 
     ``reads_queries = False``, ``stackable = True``: of ``fit``, as ``Quantizer`` says them.
+    ``blank_terms = True``: terms without any weight change nothing in what ``fit`` gives.
     """
 
     name: str

@@ -27,6 +27,7 @@ from videokv.attention.adjacent import joined
 from videokv.attention.columns import ColumnCall, plan_calls, with_columns
 from videokv.attention.merge import merge_parts
 from videokv.attention.stock_kernels import KernelChoice, choose_kernel, round_up
+from videokv.attention.waves import run_split, split_for
 from videokv.protocols import Segment
 
 _NO_EXACT = (
@@ -175,7 +176,11 @@ def _by(
     value_dim = values.shape[3]
     if choice.value_dim > value_dim:
         values = functional.pad(values, (0, choice.value_dim - value_dim))
-    out, lse = choice.run(wide_query, wide_keys, values, scale=scale, causal=causal)
+    split = None if causal else split_for(choice.kernel, wide_query, wide_keys, values)
+    if split is None:
+        out, lse = choice.run(wide_query, wide_keys, values, scale=scale, causal=causal)
+    else:
+        out, lse = run_split(choice.run, wide_query, wide_keys, values, split, scale=scale)
     return out[..., :value_dim], lse
 
 

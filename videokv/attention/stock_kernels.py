@@ -9,9 +9,10 @@ run once before capturing a CUDA graph.)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,30 @@ _CANDIDATES: dict[tuple[str, torch.dtype], tuple[str, ...]] = {
 }
 
 
+_left_out: frozenset[str] = frozenset()
+
+
+@contextlib.contextmanager
+def left_out(kernel: str) -> Iterator[None]:
+    """Choose as if ``kernel`` were not there: to measure what the next one does.
+
+    Raises ValueError for a kernel of another name.
+    """
+    global _left_out
+    if kernel not in KERNELS:
+        raise ValueError(f"unknown stock kernel {kernel!r}; use one of {tuple(KERNELS)}")
+    before, _left_out = _left_out, _left_out | {kernel}
+    try:
+        yield
+    finally:
+        _left_out = before
+
+
+def has(kernel: str) -> bool:
+    """Whether a kernel takes part: not left out, its package there."""
+    return kernel not in _left_out and (kernel != "fa4" or has_fa4())
+
+
 @dataclass(frozen=True)
 class KernelChoice:
     """A kernel and how its inputs must be shaped.
@@ -148,7 +173,7 @@ def choose_kernel(
     if causal:
         rows = tokens
     sizes = _ProbeSizes(heads_per_kv, rows, tokens, causal)
-    return _choose(device.type, index, dtype, head_dim, value_dim, sizes)
+    return _choose(device.type, index, dtype, head_dim, value_dim, sizes, _left_out)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -159,8 +184,9 @@ def _choose(
     head_dim: int,
     value_dim: int,
     sizes: _ProbeSizes,
+    without: frozenset[str],
 ) -> KernelChoice | str:
-    kernels = _CANDIDATES.get((device_type, dtype), ())
+    kernels = [k for k in _CANDIDATES.get((device_type, dtype), ()) if k not in without]
     if not kernels:
         return f"no stock kernel returns its log-sum-exp for {dtype} on {device_type}"
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")

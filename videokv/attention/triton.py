@@ -32,7 +32,15 @@ from videokv.attention.columns import (
     spare_columns,
     write_key_columns,
 )
-from videokv.kernels.attend import MAX_COLUMNS, Call, Rows, attend, kernel_refusal, to_e4m3
+from videokv.kernels.attend import (
+    MAX_COLUMNS,
+    Call,
+    Rows,
+    attend,
+    kernel_refusal,
+    served_by,
+    to_e4m3,
+)
 from videokv.kernels.attend.tiles import padded
 from videokv.protocols import Segment
 from videokv.tensors import E4M3
@@ -45,6 +53,7 @@ class TritonBackend:
         self.fp8 = fp8
         self.name = "triton-fp8" if fp8 else "triton"
         self._verdicts: dict[Hashable, str | None] = {}
+        self._kernels: dict[Hashable, str] = {}
 
     def refusal(self, query: Tensor, segments: Sequence[Segment]) -> str | None:
         """Exact terms, what the kernel does not take, and a kernel that failed its check here."""
@@ -62,6 +71,14 @@ class TritonBackend:
             self._verdicts[key] = kernel_refusal(call)
         reason = self._verdicts[key]
         return None if reason is None else f"{self.name}: {reason}"
+
+    def kernel(self, query: Tensor, segments: Sequence[Segment]) -> str:
+        """Which kernel runs a call that is not refused: 'gluon' (Hopper's own) or 'triton'."""
+        key = _shape_key(query, segments, _column_call(segments).columns)
+        if key not in self._kernels:
+            call = self._call(query, _first_rows(segments), scale=1.0, causal=False)
+            self._kernels[key] = served_by(call)
+        return self._kernels[key]
 
     def attend(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from videokv.cache.chunks import Job, PackedChunk, sliced
-from videokv.cache.few import attend_all, packed_calls
+from videokv.cache.few import attend_all, current_rows, packed_calls
 from videokv.cache.graphs import outside_graphs
 from videokv.cache.layer import LayerCache
 from videokv.cache.mass import Mass, MassCall, cached_mass, summary
@@ -480,12 +480,15 @@ class KVCache:
     def _packed(
         self, group: list[LayerCache], jobs: list[Job], *, scale: float
     ) -> list[PackedChunk]:
-        found = packed_together(self._coding, jobs, scale=scale) if len(jobs) > 1 else None
+        found = None
+        if len(jobs) > 1:
+            wanted = group[0].keeps_columns
+            found = packed_together(self._coding, jobs, scale=scale, columns=wanted)
         if found is None:
             return [layer.packed(job, scale=scale) for layer, job in zip(group, jobs, strict=True)]
         self._workspace.note_stack(found.stack_bytes)
-        for layer in group:
-            layer.count_encoded()
+        for layer, chunk, columns in zip(group, found.chunks, found.columns, strict=True):
+            layer.packed_elsewhere(chunk, columns)
         return found.chunks
 
     def _attend_past(
@@ -534,6 +537,9 @@ class KVCache:
         if calls is None:
             return None
         dense = [segment for _, segment in held.segments({})]
+        rows = None if dense else current_rows(calls, current, scale=scale, causal=causal)
+        if rows is not None:
+            return attend_all(calls, rows)
         output, lse = self.recipe.attend(
             query, [*dense, current], scale=scale, causal=causal, need_lse=True
         )

@@ -18,19 +18,22 @@ from torch import Tensor
 
 from videokv.cache.chunks import Chunk, PackedChunk
 from videokv.kernels.attend_packed import (
+    MAX_CURRENT,
     MAX_ROWS,
+    Current,
     PackedCall,
     attend_all,
     capturable,
+    current_refusal,
     kernel_refusal,
 )
 from videokv.kernels.attend_packed.call import key_steps
 from videokv.kernels.gpu import checked_refusal, disagreement, say_once
 from videokv.kernels.reconstruct import Parts, inner_parts
 from videokv.noise import QueryMap, ScoreNoise
-from videokv.protocols import Correction, Packed
+from videokv.protocols import Correction, Packed, Segment
 
-__all__ = ["MOST_PACKED_QUERIES", "attend_all", "packed_calls"]
+__all__ = ["MOST_PACKED_QUERIES", "attend_all", "current_rows", "packed_calls"]
 
 MOST_PACKED_QUERIES = 16
 _LINEAR = ("taylor", "calibrated", "measured")  # weights: factors times squared steps
@@ -56,8 +59,9 @@ class _Reading:
         return PackedCall(query, self.keys, self.values, scale, *extra, self.by_steps, self.factors)
 
 
-# Chunks never change: how one is read holds as long as it lives.
-_readings: weakref.WeakKeyDictionary[PackedChunk, dict[Hashable, _Reading]] = (
+# Chunks never change: how one is read holds as long as it lives. With it a call whose query is of
+# no memory: what is kept must not hold a caller's tensors.
+_readings: weakref.WeakKeyDictionary[PackedChunk, dict[Hashable, PackedCall]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -90,20 +94,47 @@ def packed_calls(
     calls = []
     for chunk in packed:
         known = _readings.get(chunk)
-        reading = None if known is None else known.get(key)
-        found = reading or _reading(chunk, correction)
+        kept = None if known is None else known.get(key)
+        if kept is not None:
+            calls.append(kept.asked(query, scale=scale))
+            continue
+        found = _reading(chunk, correction)
         call = found if isinstance(found, str) else found.call(query, scale=scale)
-        reason = None if reading is not None else _refusal(call)
+        reason = _refusal(call)
         if isinstance(call, str) or isinstance(found, str) or reason is not None:
             say_once(f"few queries read decoded chunks: {reason}")
             return None
         if not found.noise and not capturing:  # columns are as large as the codes: not kept
-            _readings.setdefault(chunk, {})[key] = found
+            empty = torch.empty(query.shape, dtype=query.dtype, device="meta")
+            _readings.setdefault(chunk, {})[key] = call.asked(empty, scale=scale)
         calls.append(call)
     if capturing and not capturable(calls):
         say_once("few queries read decoded chunks in this graph: read once before capturing")
         return None
     return calls
+
+
+# Of keys of the first chunk of a read: kinds of current rows that the kernels take, or do not.
+_taken: weakref.WeakKeyDictionary[Parts, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
+
+
+def current_rows(
+    calls: Sequence[PackedCall], current: Segment, *, scale: float, causal: bool
+) -> Current | None:
+    """The current rows for ``attend_all`` where its kernels attend to them, beside no other dense
+    rows; None where another kernel does it first."""
+    call, key = calls[0], current.keys
+    if key.shape[2] > MAX_CURRENT:
+        return None
+    rows = Current(key, current.values, scale, causal and key.shape[2] > 1)
+    kinds = _taken.setdefault(call.keys, {})
+    kind = (call.query.dtype, call.query.shape[1:3], key.dtype, key.shape[2], rows.causal)
+    if kind not in kinds:
+        taken = current_refusal(call, rows) is None
+        if _capturing(call.query.device):
+            return rows if taken else None
+        kinds[kind] = taken
+    return rows if kinds[kind] else None
 
 
 def _capturing(device: torch.device) -> bool:

@@ -33,7 +33,7 @@ from videokv.kernels.score_columns import ChunkColumns, chunk_columns, history_f
 from videokv.kernels.score_columns.history import History
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer, Role, Segment
-from videokv.tensors import map_tensors, require_finite, walk_tensors
+from videokv.tensors import map_tensors, require_finite
 
 
 class LayerCache:
@@ -78,6 +78,11 @@ class LayerCache:
         if history is not None:
             return history.nbytes
         return sum(columns.nbytes for columns in self._columns.values())
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether reads since the last change of the rows keep columns of noise between them."""
+        return self._kept_noise is not None and self._kept_noise[0] is not None
 
     @property
     def written_end(self) -> int:
@@ -133,8 +138,11 @@ class LayerCache:
 
     def committing(self, end: int) -> list[Tensor]:
         """Keys, values and queries of the rows up to ``end``."""
-        assert self.state.tail is not None
-        return list(walk_tensors(self.state.tail.first(end - self.state.length)))
+        tail, count = self.state.tail, end - self.state.length
+        assert tail is not None
+        rows = tail if tail.tokens == count else tail.first(count)
+        both = [rows.keys, rows.values]
+        return both if rows.queries is None else [*both, rows.queries]
 
     def refuse_infinite(self, end: int) -> None:
         """Raise ValueError naming this layer and what is not finite in it."""
@@ -198,11 +206,11 @@ class LayerCache:
             factors = self.coding.correction.fit(keys, chunk.keys, chunk.queries, scale=scale)
         return PackedChunk(chunk.ordinal, chunk.start, chunk.tokens, keys, values, factors)
 
-    def count_encoded(self) -> None:
-        """A chunk of this layer was packed with those of others."""
-        self.encode_calls += sum(
-            side is not None for side in (self.coding.keys, self.coding.values)
-        )
+    def packed_elsewhere(self, chunk: PackedChunk, columns: ChunkColumns | None) -> None:
+        """A chunk of this layer was packed with those of others; columns: of its noise, if made."""
+        self.encode_calls += len(chunk.sides())
+        if columns is not None:
+            self._columns[chunk] = columns
 
     def finish_commit(self, commit: Commit) -> None:
         """Take the packed chunks, drop the surplus ones."""

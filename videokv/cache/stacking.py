@@ -22,11 +22,14 @@ from videokv.cache.layer import LayerCache
 from videokv.cache.moment import reads_queries
 from videokv.cache.state import Coding
 from videokv.kernels.gpu import say_once
-from videokv.protocols import EncodeContext, Packed, Quantizer, Role
+from videokv.kernels.score_columns import ChunkColumns, chunk_columns
+from videokv.protocols import Correction, EncodeContext, Packed, Quantizer, Role
 from videokv.tensors import held_bytes, walk_tensors
 
 STACKED_ON = ("cuda",)  # device types where starting kernels costs more than copying rows
 MOST_HEADS = 65535  # batch rows times heads that a kernel's grid takes
+
+_LEAVES = {Tensor, torch.dtype, torch.Size, type(None), bool, int, float, str}
 
 T = TypeVar("T")
 
@@ -37,9 +40,11 @@ class _Unlike(Exception):
 
 @dataclass(frozen=True)
 class Stacked:
-    """chunks: one a layer. stack_bytes: of the stacked copies that were alive at once."""
+    """chunks: one a layer. columns: what reads keep of their noise, None where it has to be made at
+    the first read. stack_bytes: of the stacked copies that were alive at once."""
 
     chunks: list[PackedChunk]
+    columns: list[ChunkColumns | None]
     stack_bytes: int
 
 
@@ -49,29 +54,34 @@ def groups(
     """Consecutive layers that pack chunks of the same kinds when rows up to ``end`` are committed.
 
     A group's copies take at most what a layer's last read took (its visible tokens in the model's
-    dtype), and at most ``room_bytes``.
+    dtype), and at most ``room_bytes``. Keys and values are stacked one after the other.
     """
-    group: list[LayerCache] = []
-    kind: Hashable = None
-    most = 1
-    for layer in layers:
-        if group and len(group) < most and _kind(layer) == kind:
-            group.append(layer)
-            continue
-        if group:
-            yield group
-        group, most = [layer], _most(layer, end, room_bytes)
-        kind = _kind(layer) if most > 1 else None
-    if group:
-        yield group
+    first = 0
+    while first < len(layers):
+        most, last = _most(layers[first], end, room_bytes), first + 1
+        kind = _kind(layers[first]) if most > 1 else None
+        while kind is not None and last < len(layers) and _kind(layers[last]) == kind:
+            last += 1
+        yield from _evenly(layers[first:last], most)
+        first = last
 
 
-def packed_together(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked | None:
+def _evenly(layers: Sequence[LayerCache], most: int) -> Iterator[list[LayerCache]]:
+    """As few groups of at most ``most`` layers as there can be, none much larger than another."""
+    count = -(-len(layers) // most)
+    for number in range(count):
+        first, last = (len(layers) * place // count for place in (number, number + 1))
+        yield list(layers[first:last])
+
+
+def packed_together(
+    coding: Coding, jobs: Sequence[Job], *, scale: float, columns: bool = False
+) -> Stacked | None:
     """The chunks that packing each job alone would give; None where that has to be done: parts of
     the jobs differ, the format depends on the numbers, or something is refused (alone, the error
-    names its layer). The reason is said once."""
+    names its layer). The reason is said once. columns: make those of the chunks too."""
     try:
-        return _packed(coding, jobs, scale=scale)
+        return _packed(coding, jobs, scale=scale, columns=columns)
     except _Unlike:
         reason = "their formats depend on their numbers or differ"
     except torch.OutOfMemoryError:
@@ -82,31 +92,45 @@ def packed_together(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Sta
     return None
 
 
-def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float) -> Stacked:
+def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float, columns: bool) -> Stacked:
     chunks = [job.chunk for job in jobs]
     stack = _Stack(len(jobs), chunks[0].keys.shape[0])
     keys: Packed | None = None
+    whole = False
     factors: Tensor | None = None
+    made: ChunkColumns | None = None
     if coding.keys is not None:
         rows = stack.rows([chunk.keys for chunk in chunks])
         keys = _encoded(coding.keys, coding.seed, "key", rows, jobs, stack)
-        if coding.correction is not None and stack.even:
+        whole = stack.even or getattr(coding.correction, "blank_terms", False)
+        if coding.correction is not None and whole:
             wanted = reads_queries(coding.correction)
             queries = stack.joined([c.queries for c in chunks]) if wanted else None
             factors = coding.correction.fit(keys, rows, queries, scale=scale)
+            made = _columns(coding.correction, keys, factors, rows) if columns else None
         del rows
     values: Packed | None = None
     if coding.values is not None:
         rows = stack.rows([chunk.values for chunk in chunks])
         values = _encoded(coding.values, coding.seed, "value", rows, jobs, stack)
-    done = []
-    even = stack.even
-    for chunk, own in zip(chunks, stack.split((keys, values, factors)), strict=True):
-        if coding.correction is not None and own[0] is not None and not even:
+    done, known = [], []
+    parts = stack.split((keys, values, factors, made))
+    for number, (chunk, own) in enumerate(zip(chunks, parts, strict=True)):
+        fit = own[2]
+        if coding.correction is not None and own[0] is not None and not whole:
             fit = coding.correction.fit(own[0], chunk.keys, chunk.queries, scale=scale)
-            own = (*own[:2], fit)
-        done.append(_chunk(chunk, *own))
-    return Stacked(done, stack.peak_bytes)
+        done.append(_chunk(chunk, *own[:2], fit))
+        known.append(own[3] if stack.like_all(number) else None)
+    return Stacked(done, known, stack.peak_bytes)
+
+
+def _columns(
+    correction: Correction, keys: Packed, factors: Tensor | None, rows: Tensor
+) -> ChunkColumns | None:
+    """Of all layers at once: a read would make them layer by layer."""
+    batch, heads, tokens, size = rows.shape
+    noise = correction.noise(keys, factors)
+    return chunk_columns(noise, tokens=tokens, shape=(batch, heads, size), dtype=rows.dtype)
 
 
 def _chunk(
@@ -132,7 +156,8 @@ def _encoded(
 ) -> Packed:
     """One side of all jobs."""
     before = [_before(job, role) for job in jobs]
-    if any(not hasattr(part, "fields_apart") for part in _set_by_data(before)):
+    looked_at = before if _may_differ(before[0]) else ()
+    if any(not hasattr(part, "fields_apart") for part in _set_by_data(looked_at)):
         raise _Unlike  # so would this chunk, most likely
     # Nobody looks at the tensors of the chunk before: it only has to be of the same kind.
     looks = getattr(quantizer, "reads_previous", True)
@@ -162,14 +187,28 @@ def _before(job: Job, role: Role) -> Packed | None:
     return None if isinstance(side, Tensor) else side
 
 
+def _may_differ(holder: Any) -> bool:
+    """Whether a chunk has parts whose format numbers can set: chunks of the same classes have them
+    too (those of others are found to be unlike)."""
+    return hasattr(holder, "format_by_data") or any(map(_may_differ, _inner(holder)))
+
+
 def _set_by_data(holder: Any) -> Iterator[Any]:
     """A chunk and its parts, those whose format other layers' numbers may have set."""
     if getattr(holder, "format_by_data", False):
         yield holder
-    names = _fields(holder)
-    parts = holder if isinstance(holder, (tuple, list)) else ()
-    for part in parts if names is None else [getattr(holder, name) for name in names]:
+    for part in _inner(holder):
         yield from _set_by_data(part)
+
+
+def _inner(holder: Any) -> list[Any]:
+    """What a dataclass, tuple or list holds, but for tensors and plain values."""
+    names = _fields(holder)
+    if names is not None:
+        found: Iterable[Any] = [getattr(holder, name) for name in names]
+    else:
+        found = holder if isinstance(holder, (tuple, list)) else ()
+    return [part for part in found if type(part) not in _LEAVES]
 
 
 class _Stack:
@@ -181,7 +220,7 @@ class _Stack:
         self._joined_bytes = self._rows_bytes = 0
         self._whole: dict[tuple[int, ...], Tensor] = {}
         self._parts: dict[int, list[Tensor]] = {}
-        self._apart: dict[int, list[dict[str, Any]]] = {}
+        self._apart: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
 
     @property
     def peak_bytes(self) -> int:
@@ -197,8 +236,16 @@ class _Stack:
 
     @property
     def even(self) -> bool:
-        """Whether each layer has the plain fields that all have together."""
-        return all(fields.count(fields[0]) == len(fields) for fields in self._apart.values())
+        """Whether all layers have the same plain fields."""
+        return all(each.count(each[0]) == len(each) for _, each in self._apart.values())
+
+    def like_all(self, number: int) -> bool:
+        """Whether that layer has the plain fields of all together."""
+        return all(
+            getattr(part, name) == item
+            for part, each in self._apart.values()
+            for name, item in each[number].items()
+        )
 
     def set_apart(self, packed: Packed) -> None:
         """Look up the plain fields that each layer would have alone, of what was packed here."""
@@ -206,7 +253,7 @@ class _Stack:
             fields = part.fields_apart(self.count) if hasattr(part, "fields_apart") else None
             if fields is None:
                 raise _Unlike
-            self._apart[id(part)] = fields
+            self._apart[id(part)] = part, fields
 
     def joined(self, holders: Sequence[T]) -> T:
         """One holder (dataclasses, tuples, tensors) with the rows of all, layer by layer."""
@@ -223,7 +270,7 @@ class _Stack:
         parts = dict(self._parts)
         new = {id(t): t for t in walk_tensors(holder) if id(t) not in parts}
         parts |= self._copied(new.values())
-        return [self._part(holder, parts, number) for number in range(self.count)]
+        return self._filled(holder, parts)
 
     def _visit(self, holders: Sequence[Any], *, copy: bool) -> Any:
         first = holders[0]
@@ -277,38 +324,62 @@ class _Stack:
         return self._whole[key]
 
     def _copied(self, tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-        """Copies by layer of tensors with the rows of all; one launch for many tensors."""
-        found: dict[int, list[Tensor]] = {}
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        """Copies by layer of tensors with the rows of all; one launch for many of a dtype."""
+        alike: dict[torch.dtype, list[tuple[Tensor, tuple[Tensor, ...]]]] = {}
         for tensor in tensors:
             if tensor.ndim == 0 or tensor.shape[0] != self.count * self.batch:
                 raise _Unlike
-            whole = tensor.contiguous()
-            shape = (self.batch, *whole.shape[1:])
-            found[id(tensor)] = own = [whole.new_empty(shape) for _ in range(self.count)]
-            if whole.numel():
-                targets += [_bytes(part) for part in own]
-                sources += _bytes(whole).chunk(self.count)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            whole = _multiplied(tensor.contiguous())
+            alike.setdefault(whole.dtype, []).append((tensor, whole.chunk(self.count)))
+        found: dict[int, list[Tensor]] = {}
+        for held in alike.values():
+            # Times one: new tensors that PyTorch makes, some hundred calls less from here.
+            copies = iter(torch._foreach_mul([part for _, parts in held for part in parts], 1))
+            for tensor, parts in held:
+                own = [next(copies) for _ in parts]
+                if own[0].dtype != tensor.dtype:
+                    own = [copy.view(tensor.dtype) for copy in own]
+                found[id(tensor)] = own
         return found
 
-    def _part(self, holder: Any, parts: dict[int, list[Tensor]], number: int) -> Any:
+    def _each(self, holder: Any, parts: dict[int, list[Tensor]]) -> list[Any] | None:
+        """Of every layer; None for what all have in common."""
         if isinstance(holder, Tensor):
-            return parts[id(holder)][number]
+            return parts[id(holder)]
         names = _fields(holder)
         if names is not None:
-            found = {name: self._part(getattr(holder, name), parts, number) for name in names}
-            if isinstance(found.get("shape"), tuple):
-                found["shape"] = (self.batch, *found["shape"][1:])
-            apart = self._apart.get(id(holder))
-            return _with(holder, found if apart is None else found | apart[number])
+            return self._each_of(holder, names, parts)
         if isinstance(holder, (tuple, list)):
-            return type(holder)(self._part(item, parts, number) for item in holder)
+            columns = [self._filled(item, parts) for item in holder]
+            return [type(holder)(items) for items in zip(*columns, strict=True)] or None
         if isinstance(holder, dict):
-            return {key: self._part(item, parts, number) for key, item in holder.items()}
-        return holder
+            columns = [self._filled(item, parts) for item in holder.values()]
+            made = [dict(zip(holder, items, strict=True)) for items in zip(*columns, strict=True)]
+            return made or None
+        return None
+
+    def _each_of(
+        self, holder: Any, names: tuple[str, ...], parts: dict[int, list[Tensor]]
+    ) -> list[Any] | None:
+        """The same of a dataclass."""
+        _, apart = self._apart.get(id(holder), (None, None))
+        alike = {name: getattr(holder, name) for name in names}
+        found = {name: self._each(item, parts) for name, item in alike.items()}
+        unlike = {name: items for name, items in found.items() if items is not None}
+        if isinstance(alike.get("shape"), tuple):
+            unlike["shape"] = [(self.batch, *alike["shape"][1:])] * self.count
+        if not unlike and apart is None:
+            return None
+        made = []
+        for number in range(self.count):
+            own = {name: items[number] for name, items in unlike.items()}
+            own |= {} if apart is None else apart[number]
+            made.append(type(holder)(**(alike | own)))
+        return made
+
+    def _filled(self, holder: Any, parts: dict[int, list[Tensor]]) -> list[Any]:
+        found = self._each(holder, parts)
+        return [holder] * self.count if found is None else found
 
 
 def _fields(holder: Any) -> tuple[str, ...] | None:
@@ -336,9 +407,10 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a row of bytes, so that all dtypes are copied in one launch."""
-    return tensor.view(-1).view(torch.uint8)
+def _multiplied(tensor: Tensor) -> Tensor:
+    """As numbers whose bits a product with one keeps: floats of one byte, and bool, as bytes."""
+    narrow = tensor.dtype.itemsize == 1 and tensor.dtype not in (torch.uint8, torch.int8)
+    return tensor.view(torch.uint8) if narrow else tensor
 
 
 def _kind(layer: LayerCache) -> Hashable:
@@ -380,13 +452,15 @@ def _most(layer: LayerCache, end: int, room_bytes: int | None) -> int:
 
 
 def _stack_bytes(layer: LayerCache, fresh: int) -> int:
-    """At most what a layer adds to the copies of its group: rows, queries, moment and the chunk
-    before."""
+    """At most what a layer adds to the copies of its group: rows of one side, queries, moment and
+    the chunk before."""
     coding, state = layer.coding, layer.state
     assert state.layout is not None and state.tail is not None
     waiting = [c.tokens for c in state.chunks if isinstance(c, DenseChunk) and not c.pinned]
     tokens = max([coding.policy.chunk_tokens or fresh, *waiting])
-    size_bytes = tokens * state.layout.token_bytes()
+    sides = ((coding.keys, state.layout.key_dim), (coding.values, state.layout.value_dim))
+    widest = max(size for quantizer, size in sides if quantizer is not None)
+    size_bytes = tokens * state.layout.row_bytes(widest)
     if state.tail.queries is not None and reads_queries(coding.correction):
         size_bytes += state.tail.queries[:, :, :SAMPLED_QUERIES].nbytes
     if state.moment is not None:

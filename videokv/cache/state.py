@@ -58,7 +58,10 @@ class Layout:
 
     def token_bytes(self) -> int:
         """Bytes of one token, all batch rows and heads, in the model's dtype."""
-        size = self.key_dim + self.value_dim
+        return self.row_bytes(self.key_dim + self.value_dim)
+
+    def row_bytes(self, size: int) -> int:
+        """Bytes of ``size`` channels of one token."""
         return self.batch * self.kv_heads * size * self.dtype.itemsize
 
 

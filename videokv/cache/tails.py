@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from videokv.cache.chunks import Rows
-from videokv.tensors import walk_tensors
+from videokv.kernels.copy_rows import copy_rows
 
 
 def overwrite(tail: Rows | None, fresh: Rows) -> Rows:
@@ -15,9 +15,10 @@ def overwrite(tail: Rows | None, fresh: Rows) -> Rows:
         or tail.tokens != fresh.tokens
         or (tail.queries is None) != (fresh.queries is None)
     ):
-        return fresh.each(lambda t: t.clone(memory_format=torch.contiguous_format))
-    for old, new in zip(walk_tensors(tail), walk_tensors(fresh), strict=True):
-        old.copy_(new)
+        tail = fresh.each(lambda t: torch.empty_like(t, memory_format=torch.contiguous_format))
+    copy_rows([(fresh.keys, tail.keys), (fresh.values, tail.values)])
+    if fresh.queries is not None and tail.queries is not None:
+        copy_rows([(fresh.queries, tail.queries)])  # of more heads, perhaps
     return tail
 
 

@@ -30,6 +30,7 @@ class Calibrated:
 
     name = "calibrated"
     stackable = True
+    blank_terms = True
 
     def fit(
         self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float

@@ -20,6 +20,7 @@ class Exact:
     name = "exact"
     reads_queries = False
     stackable = True
+    blank_terms = True
 
     def fit(
         self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float

@@ -17,6 +17,7 @@ class Taylor:
     name = "taylor"
     reads_queries = False
     stackable = True
+    blank_terms = True
 
     def fit(
         self, packed: Packed, keys: Tensor, queries: Tensor | None, *, scale: float

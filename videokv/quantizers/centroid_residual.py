@@ -10,6 +10,7 @@ tensor, so that it is paid for once.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -103,8 +104,8 @@ class Clustering:
         if place and previous is not None:
             return Clusters(nearest_labels(x, previous.table.float()), previous.table)
         start = self._start(x, seed, previous)
-        ids, table = cluster(x, start, iterations=self.iterations)
-        return Clusters(ids, table.to(torch.bfloat16))
+        ids, table = cluster(x, start, iterations=self.iterations, dtype=torch.bfloat16)
+        return Clusters(ids, table)
 
     def _start(self, x: Tensor, seed: int, previous: Clusters | None) -> Tensor:
         count = self.centroids or default_centroids(x.shape[2] * self.span_chunks)
@@ -183,7 +184,7 @@ class CentroidResidual:
         check_flag("symmetric", self.symmetric)
         _ = self.format
 
-    @property
+    @functools.cached_property
     def format(self) -> GroupFormat:
         """Of the last residual."""
         return GroupFormat(self.bits, self.group_size, symmetric=self.symmetric)

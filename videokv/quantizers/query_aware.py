@@ -18,10 +18,18 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import Clusters, choose_by_range, gather_centroids, nearest
+from videokv.kernels.assign_centroids import (
+    Clusters,
+    channel_weights,
+    choose_by_range,
+    gather_centroids,
+    nearest,
+)
+from videokv.kernels.code_repair import RepairCodes
 from videokv.kernels.pack_codes import unpack
-from videokv.kernels.quantize_two_level import BITS, TOP, TwoLevelInput
+from videokv.kernels.quantize_two_level import BITS, TOP, quantize_two_level
 from videokv.kernels.reconstruct import Parts, fused
+from videokv.kernels.subspace_iteration import Directions
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import EncodeContext, Quantizer
 from videokv.quantizers import register
@@ -100,29 +108,31 @@ class TwoLevelChunk:
 
 
 def encode_two_level(
-    x: Tensor, *, group_size: int, context: EncodeContext, clusters: Clusters | None = None
-) -> TwoLevelChunk:
-    """Pack ``[B, H, T, D]`` less the centroids of ``clusters``. Synchronises once.
+    x: Tensor,
+    *,
+    group_size: int,
+    context: EncodeContext,
+    clusters: Clusters | None = None,
+    directions: Directions | None = None,
+) -> tuple[TwoLevelChunk, RepairCodes | None]:
+    """Pack ``[B, H, T, D]`` less the centroids of ``clusters``; with directions code what the codes
+    lack there. Synchronises once.
 
     Raises ValueError naming the layer where it is not finite or a group's range is beyond 5e7,
     which the FP16 scale cannot hold.
     """
-    ready = TwoLevelInput(x, clusters, group_size=group_size)
-    _require_span(ready.widest, x, context)
-    codes = ready.encode()
-    return TwoLevelChunk(codes.packed, codes.zeros, codes.steps, codes.scale, group_size)
-
-
-def _require_span(span: Tensor, x: Tensor, context: EncodeContext) -> None:
-    widest = float(span)
-    if widest <= LARGEST_RANGE:
-        return
-    require_finite(x, what=f"{context.role}s", layer=context.layer)
-    raise ValueError(
-        f"{context.role}s of layer {context.layer} span {widest:.3g} within a group after their "
-        f"centroids are taken off; two-level steps hold {LARGEST_RANGE:.1e}: check the model's "
-        "inputs, or use the qvg family"
+    codes, widest, repair = quantize_two_level(
+        x, clusters, group_size=group_size, most=LARGEST_RANGE, directions=directions
     )
+    if codes is None:
+        require_finite(x, what=f"{context.role}s", layer=context.layer)
+        raise ValueError(
+            f"{context.role}s of layer {context.layer} span {widest:.3g} within a group after "
+            f"their centroids are taken off; two-level steps hold {LARGEST_RANGE:.1e}: check the "
+            "model's inputs, or use the qvg family"
+        )
+    chunk = TwoLevelChunk(codes.packed, codes.zeros, codes.steps, codes.scale, group_size)
+    return chunk, repair
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,20 @@ class QueryAware:
 
     def encode(self, x: Tensor, context: EncodeContext) -> CentroidChunk:
         """Cluster ``[B, H, T, D]``, choose centroids for the queries, quantize the residual."""
+        return self._encode(x, context, None)[0]
+
+    def encode_repaired(
+        self, x: Tensor, context: EncodeContext, directions: Directions
+    ) -> tuple[CentroidChunk, RepairCodes]:
+        """``encode``, and what the chunk lacks in at most ``code_repair.MAX_RANK`` directions,
+        found while it is packed: nothing is decoded, and the host waits once for both."""
+        chunk, repair = self._encode(x, context, directions)
+        assert repair is not None
+        return chunk, repair
+
+    def _encode(
+        self, x: Tensor, context: EncodeContext, directions: Directions | None
+    ) -> tuple[CentroidChunk, RepairCodes | None]:
         x = checked(x)
         self.check(x.shape[-1])
         before = previous_clusters(context)
@@ -177,20 +201,26 @@ class QueryAware:
         clusters = self.clustering.fit(x, seed=context.seed, previous=previous, place=place)
         if self.metric != "none" and context.query_moment is not None:
             clusters = self._reassigned(x, clusters, context.query_moment)
-        packed = encode_two_level(x, group_size=self.group_size, context=context, clusters=clusters)
-        return CentroidChunk((clusters,), packed, place)
+        packed, repair = encode_two_level(
+            x,
+            group_size=self.group_size,
+            context=context,
+            clusters=clusters,
+            directions=directions,
+        )
+        return CentroidChunk((clusters,), packed, place), repair
 
     def _reassigned(self, x: Tensor, clusters: Clusters, moment: Tensor) -> Clusters:
         """The same centroids, labels by the smallest score among the nearest in the metric."""
         check_moment(moment, x)
-        weights = _channel_weights(moment)
         count = min(self.candidates, clusters.table.shape[2])
         if self.metric == "diagonal":
             chosen = choose_by_range(
-                x, clusters.table, weights, group_size=self.group_size, candidates=count
+                x, clusters.table, moment, group_size=self.group_size, candidates=count
             )
             if chosen is not None:
                 return Clusters(chosen, clusters.table)
+        weights = channel_weights(moment)
         x = x.float()
         lens = weights.sqrt().diag_embed() if self.metric == "diagonal" else _root(moment)
         score: Callable[[Tensor], Tensor]
@@ -237,14 +267,6 @@ def _seen_error(residual: Tensor, *, lens: Tensor, group_size: int) -> Tensor:
     codes = (groups / divisor).round_().add_(zero).clamp_(0, TOP)
     error = (groups - codes.sub_(zero).mul_(step)).flatten(-2)
     return (error @ lens).square().sum(-1)
-
-
-def _channel_weights(moment: Tensor) -> Tensor:
-    """Eq. 8: mean squared query of each channel over the mean of all, ``[B, H, D]`` float32."""
-    diagonal = moment.float().diagonal(dim1=-2, dim2=-1).clamp(min=0)
-    # In float64, so that it does not follow the number of rows that a GPU adds up at once.
-    mean = diagonal.mean(-1, keepdim=True, dtype=torch.float64).float()
-    return torch.where(mean > 0, diagonal / mean, 1.0)
 
 
 def _root(moment: Tensor) -> Tensor:

@@ -9,24 +9,21 @@ too large and nearly as bad as none, which is why it cannot be had here.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from videokv.kernels.code_repair import code_repair
+from videokv.kernels.code_repair import MAX_RANK, RepairCodes, code_repair
 from videokv.kernels.reconstruct import LowRank, Parts, fused, inner_parts
-from videokv.kernels.subspace_iteration import iterate
+from videokv.kernels.subspace_iteration import Directions, operands, principal
 from videokv.noise import ScoreNoise
 from videokv.protocols import EncodeContext, Packed, Quantizer
 from videokv.quantizers.inputs import check_count, checked
 
 HALF_TOP = 65504.0
 PLACE_LIMIT = 1 << 16  # token indices below it are stored in 16 bits
-SHIFT = 1e-3  # of the mean eigenvalue
-FIRST_ROUNDS, ROUNDS = 3, 12  # of subspace iteration, with the matrix and with its square
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,24 +194,35 @@ class Subspace:
         self.inner.check(head_dim)
 
     def encode(self, x: Tensor, context: EncodeContext) -> SubspaceChunk:
-        """Pack ``[B, H, T, D]`` keys. Synchronises once more than the inner quantizer."""
+        """Pack ``[B, H, T, D]`` keys.
+
+        Synchronises once more than the inner quantizer, where that does not code repairs itself.
+        """
         x = checked(x)
         self.check(x.shape[-1])
         if context.role != "key":
             raise ValueError("Subspace repairs keys (queries score them); wrap the key quantizer")
         before = context.previous
         previous = before.inner if isinstance(before, SubspaceChunk) else before
-        packed = self.inner.encode(x, replace(context, previous=previous))
+        context = replace(context, previous=previous)
         moment = context.query_moment
         if moment is None:
-            return SubspaceChunk(packed, None)
+            return SubspaceChunk(self.inner.encode(x, context), None)
         check_moment(moment, x)
         basis, place = self._shared_basis(before, x)
-        if basis is None:
-            basis = principal_directions(moment, rank=self.rank)
-        return SubspaceChunk(
-            packed, fit_repair(x, packed.decode(torch.float32), basis, moment), place
-        )
+        known = principal(moment, rank=self.rank) if basis is None else operands(basis, moment)
+        packed, found = self._encoded(x, context, known)
+        return SubspaceChunk(packed, repair_of(found, known.basis), place)
+
+    def _encoded(
+        self, x: Tensor, context: EncodeContext, known: Directions
+    ) -> tuple[Packed, RepairCodes]:
+        inner: Any = self.inner
+        if self.rank <= MAX_RANK and hasattr(inner, "encode_repaired"):
+            found: tuple[Packed, RepairCodes] = inner.encode_repaired(x, context, known)
+            return found
+        packed = self.inner.encode(x, context)
+        return packed, code_repair(x, packed.decode(torch.float32), known)
 
     def _shared_basis(self, before: Packed | None, x: Tensor) -> tuple[Tensor | None, int]:
         """The basis of the chunk before and the place after it, or (None, 0) for a new one.
@@ -238,54 +246,26 @@ def check_moment(moment: Tensor, x: Tensor) -> None:
         )
 
 
-def principal_directions(moment: Tensor, *, rank: int) -> Tensor:
-    """The ``rank`` directions of ``[B, H, D, D]`` with the largest eigenvalues, BF16.
+def repair_of(found: RepairCodes, basis: Tensor) -> Repair | None:
+    """The rows that a repair helps, in the smaller layout; None if it helps none.
 
-    By subspace iteration: a GPU's eigensolver made a rollout ten times slower. Directions whose
-    eigenvalues are within a tenth of each other may stay mixed: they are worth the same. In
-    float64, though BF16 is kept: float32 directions change with the number of threads. Each one's
-    largest entry is made positive, for a sign is free.
+    basis: bfloat16 ``[B, H, D, r]``.
     """
-    matrix = moment.double()
-    size = matrix.shape[-1]
-    trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    start, shift = _start(size, rank, matrix.device)
-    matrix = matrix / torch.where(trace > 0, trace, 1.0) + shift
-    basis = iterate(matrix, start, first=FIRST_ROUNDS, rounds=ROUNDS)
-    largest = basis.gather(-2, basis.abs().argmax(-2, keepdim=True))
-    return (basis * largest.sign()).to(torch.bfloat16)
-
-
-@functools.lru_cache(maxsize=16)
-def _start(size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random directions ``[size, rank]``, and a multiple of the identity that leaves directions as
-    they are and bounds every condition number: float64."""
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(size, rank, generator=generator, dtype=torch.float64)
-    shift = SHIFT / size * torch.eye(size, dtype=torch.float64, device=device)
-    return start.to(device), shift
-
-
-def fit_repair(keys: Tensor, decoded: Tensor, basis: Tensor, moment: Tensor) -> Repair | None:
-    """Code C = E U, keep the rows that it helps, in the smaller layout; None if it helps none.
-
-    keys ``[B, H, T, D]``; decoded: float32 like them, overwritten; basis: ``[B, H, D, r]``;
-    moment: ``[B, H, D, D]``. Synchronises once.
-    """
-    codes, scales, kept = code_repair(keys, decoded, basis, moment)
-    count = kept.sum(-1)
-    total, longest = torch.stack([count.sum(), count.amax()]).tolist()
+    total = sum(found.kept)
     if total == 0:
         return None
-    dense = Repair(basis, codes, scales, None, complete=total == kept.numel())
-    return _sparse_if_smaller(dense, kept, longest)
+    batch, heads, tokens, _ = found.codes.shape
+    complete = total == batch * heads * tokens
+    dense = Repair(basis, found.codes, found.scales, None, complete=complete)
+    return _sparse_if_smaller(dense, max(found.kept))
 
 
-def _sparse_if_smaller(dense: Repair, kept: Tensor, longest: int) -> Repair:
+def _sparse_if_smaller(dense: Repair, longest: int) -> Repair:
     """Rows of repaired tokens only, where they and their indices take fewer bytes."""
     tokens, rank = dense.codes.shape[2:]
     if not _worth_places(longest, tokens=tokens, rank=rank):
         return dense
+    kept = dense.scales[..., 0] > 0
     # Kept tokens first, in their order; a head with fewer is filled up with rows of scale 0.
     places = torch.sort(kept.byte(), dim=-1, descending=True, stable=True).indices[..., :longest]
     rows = places.unsqueeze(-1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from videokv.attention.stock_kernels import left_out
 from videokv.studies.bench import Bench, Unavailable, require_close
 from videokv.studies.bench_baselines import dense_attentions
 
@@ -48,6 +49,9 @@ def dense(bench: Bench) -> None:
                 f"dense/{name}_16_columns",
                 partial(_columns_one, bench, name, q, k, v, scale),
             )
+            bench.attempt(
+                f"dense/{name}_split", partial(_split_one, bench, name, q, k, v, scale, want)
+            )
     for fp8 in (False, True):
         bench.attempt(
             "dense/ours_fp8" if fp8 else "dense/ours",
@@ -74,6 +78,29 @@ def _columns_one(bench: Bench, name: str, q: Tensor, k: Tensor, v: Tensor, scale
     wide_q, wide_k = pad(q, (0, 16)), pad(k, (0, 16))
     ms = bench.milliseconds(lambda: KERNELS[name](wide_q, wide_k, v, scale, False))
     bench.add(f"dense/{name}_16_columns/ms", ms, "ms")
+    return ms
+
+
+def _split_one(
+    bench: Bench, name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, want: Tensor
+) -> float:
+    """A stock kernel whose last wave is split over keys, as ours are: what that alone brings."""
+    from videokv.attention.stock_kernels import KernelChoice, has_fa4
+    from videokv.attention.waves import run_split, split_for
+
+    if name == "fa4" and not has_fa4():
+        raise Unavailable("flash-attn-4 is not installed")
+    split = split_for(name, q, k, v)
+    if split is None:
+        raise Unavailable("no split is faster here")
+    run = partial(
+        run_split, KernelChoice(name, q.shape[3], v.shape[3], False).run, q, k, v, split,
+        scale=scale,
+    )  # fmt: skip
+    tolerance = OUTPUT_TOLERANCE[bench.dtype]
+    require_close(_some_rows(run()[0]), want, tolerance=tolerance, what=f"{name} split")
+    ms = bench.milliseconds(run)
+    bench.add(f"dense/{name}_split/ms", ms, "ms")
     return ms
 
 
@@ -188,6 +215,17 @@ def _cached_one(
     for dense_name, dense_ms in baselines.items():
         target = _attention_target(backend, dense_name, with_fa4)
         bench.add(f"{where}/against_{dense_name}", ms / dense_ms, "x", target)
+    if backend == "sdpa" and with_fa4:
+        with left_out("fa4"):
+            require_close(_some_rows(cache.attend(0, q, k, v)), got, tolerance=limit, what=where)
+            without = bench.milliseconds(lambda: cache.attend(0, q, k, v))
+        bench.add(f"{where}/without_fa4/ms", without, "ms")
+        bench.add(
+            f"{where}/without_fa4/against_cudnn",
+            without / baselines["cudnn"],
+            "x",
+            _attention_target(backend, "cudnn", with_fa4=False),
+        )
     return ms
 
 

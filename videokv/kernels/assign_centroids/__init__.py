@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from videokv.kernels.assign_centroids import choice, few, reference
+from videokv.kernels.assign_centroids import choice, few, reference, starts
+from videokv.kernels.assign_centroids.choice import channel_weights
 from videokv.kernels.assign_centroids.layout import Clusters, gather_centroids
-from videokv.kernels.assign_centroids.starts import (
-    draw_tokens,
-    label_means,
-    spread_tokens,
-)
+from videokv.kernels.assign_centroids.starts import draw_tokens, label_means
 from videokv.kernels.gpu import (
     CannotCheck,
     checked_refusal,
@@ -30,6 +27,7 @@ from videokv.kernels.gpu import (
 __all__ = [
     "MAX_CENTROIDS",
     "Clusters",
+    "channel_weights",
     "choose_by_range",
     "cluster",
     "draw_tokens",
@@ -46,13 +44,15 @@ FEW_BITS = (2, 3, 4)  # of labels among centroids that one block of a program ho
 _TOKENS = 1500  # that a check looks at: several blocks of a program, the last not full
 
 
-def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
+def cluster(
+    x: Tensor, start: Tensor, *, iterations: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Lloyd's k-means from the given centroids.
 
     x: ``[B, H, T, D]`` finite, any floating dtype; start: ``[B, H, K, D]``, K <= 256.
-    Returns labels uint8 ``[B, H, T]`` and centroids float32 ``[B, H, K, D]``. The labels are those
-    that the last centroids are the means of, so the residuals of a cluster sum to zero. A cluster
-    without tokens keeps its centroid.
+    Returns labels uint8 ``[B, H, T]`` and centroids ``[B, H, K, D]``, found in float32 and given in
+    ``dtype``. The labels are those that the last centroids are the means of, so the residuals of a
+    cluster sum to zero. A cluster without tokens keeps its centroid.
     """
     _check(x, start)
     if iterations < 1:
@@ -60,14 +60,19 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
     if wants_kernels(x.device):
         refusal = kernel_refusal(x)
         if refusal is None:
-            return _by_kernel(x.detach(), start, iterations=iterations)
+            return _by_kernel(x.detach(), start, iterations=iterations, dtype=dtype)
         say_once(f"k-means runs in PyTorch steps: {refusal}")
-    return reference.cluster(x.float(), start.float(), iterations=iterations)
+    labels, table = reference.cluster(x.float(), start.float(), iterations=iterations)
+    return labels, table.to(dtype)
 
 
-def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
+def _by_kernel(
+    x: Tensor, start: Tensor, *, iterations: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     if step_refusal(x, start) is None:
-        found: tuple[Tensor, Tensor] = _step_kernel().cluster(x, start, iterations=iterations)
+        found: tuple[Tensor, Tensor] = _step_kernel().cluster(
+            x, start, iterations=iterations, dtype=dtype
+        )
         return found
     kernel = _kernel()
     # Float32 tokens lose what lies below 2^-11 of their distance from the origin; others nothing.
@@ -77,7 +82,54 @@ def _by_kernel(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Te
     for _ in range(iterations):
         labels = kernel.nearest_one(x, origin, centroids)
         centroids = kernel.means(x, origin, labels, centroids)
-    return labels, centroids + origin
+    return labels, (centroids + origin).to(dtype)
+
+
+def spread_tokens(x: Tensor, *, count: int, seed: int) -> Tensor:
+    """k-means++: see ``starts.spread_tokens``. x: ``[B, H, T, D]`` finite; count: 1..256.
+
+    Returns float32 ``[B, H, count, D]``. On a GPU one kernel makes all draws of a head: the same
+    but where one comes within rounding of the border between two tokens.
+    """
+    if not 1 <= count <= MAX_CENTROIDS:
+        raise ValueError(f"count must be 1..{MAX_CENTROIDS}, got {count}")
+    if wants_kernels(x.device):
+        refusal = spread_refusal(x, count=count)
+        if refusal is None:
+            found: Tensor = _spread_kernel().spread(x.detach(), count=count, seed=seed)
+            return found
+        say_once(f"k-means++ runs in PyTorch steps: {refusal}")
+    return starts.spread_tokens(x, count=count, seed=seed)
+
+
+def spread_refusal(x: Tensor, *, count: int) -> str | None:
+    """Why the kernel of many starts does not serve ``x``, or None. Checked at its first use, with
+    tokens of its own: those that come may be not finite."""
+    size = x.shape[3]
+    if size > 256 or x.shape[0] * x.shape[1] > 65535:
+        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
+    refusal = machine_refusal(x.device)
+    if refusal is not None:
+        return refusal
+    config = (size, x.dtype, count)
+    return checked_refusal(
+        "spread_tokens",
+        config,
+        x.device,
+        lambda: _spread_self_check(x.device, x.dtype, size, count),
+    )
+
+
+def _spread_self_check(
+    device: torch.device, dtype: torch.dtype, size: int, count: int
+) -> str | None:
+    """The rows are tokens, each drawn as float64 would after those before it."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(1, 2, starts.TOKENS_PER_CENTROID * count + 77, size, generator=generator)
+    x += 2 * torch.randn(1, 2, 1, size, generator=generator)
+    x = x.to(device, dtype)
+    off = starts.draw_error(x, _spread_kernel().spread(x, count=count, seed=1), seed=1)
+    return None if off <= 1e-5 else f"self-check failed: draws are off by {off:.1e}"
 
 
 def few_centres(
@@ -130,24 +182,25 @@ def nearest_labels(x: Tensor, table: Tensor) -> Tensor:
 
 
 def choose_by_range(
-    x: Tensor, table: Tensor, weights: Tensor, *, group_size: int, candidates: int
+    x: Tensor, table: Tensor, moment: Tensor, *, group_size: int, candidates: int
 ) -> Tensor | None:
     """Of the centroids nearest in a diagonal metric, the one with the smallest weighted range of
     the residual: QSAC's two steps in one kernel. None where PyTorch has to do it.
 
-    x ``[B, H, T, D]``; table ``[B, H, K, D]``; weights float32 ``[B, H, D]``. Labels uint8.
+    x ``[B, H, T, D]``; table ``[B, H, K, D]``; moment ``[B, H, D, D]``, its diagonal the metric.
+    Labels uint8.
     """
     _check(x, table)
     if not wants_kernels(x.device):
         return None
     refusal = kernel_refusal(x) or choice.refusal(
-        x, table, weights, group_size=group_size, candidates=candidates
+        x, table, moment, group_size=group_size, candidates=candidates
     )
     if refusal is not None:
         say_once(f"QSAC's choice runs in PyTorch steps: {refusal}")
         return None
     found: Tensor = _kernel().choose_by_range(
-        x.detach(), table, weights, group_size=group_size, candidates=candidates
+        x.detach(), table, moment, group_size=group_size, candidates=candidates
     )
     return found
 
@@ -224,6 +277,12 @@ def _step_kernel() -> Any:
     from videokv.kernels.assign_centroids import triton_step
 
     return triton_step
+
+
+def _spread_kernel() -> Any:
+    from videokv.kernels.assign_centroids import triton_spread
+
+    return triton_spread
 
 
 def nearest(x: Tensor, centroids: Tensor, *, count: int = 1) -> Tensor:

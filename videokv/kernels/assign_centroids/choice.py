@@ -15,15 +15,25 @@ _TOKENS = 1000  # that a check looks at: more than one program takes
 
 
 def choose_by_range(
-    x: Tensor, table: Tensor, weights: Tensor, *, group_size: int, candidates: int
+    x: Tensor, table: Tensor, moment: Tensor, *, group_size: int, candidates: int
 ) -> Tensor:
     """See the package; float32 tensors, int64 labels ``[B, H, T]``."""
+    weights = channel_weights(moment)
     lens = weights.sqrt().unsqueeze(2)
     near = nearest(x * lens, table * lens, count=candidates).sort(-1).values
     scores = torch.stack(
         [range_scores(x, table, label, weights, group_size) for label in near.unbind(-1)], -1
     )
     return near.gather(-1, scores.argmin(-1, keepdim=True))[..., 0]
+
+
+def channel_weights(moment: Tensor) -> Tensor:
+    """Mean squared query of each channel over the mean of all (2609.26425, Eq. 8): ``[B, H, D]``
+    float32 of ``moment`` ``[B, H, D, D]``."""
+    diagonal = moment.float().diagonal(dim1=-2, dim2=-1).clamp(min=0)
+    # In float64, so that it does not follow the number of rows that a GPU adds up at once.
+    mean = diagonal.mean(-1, keepdim=True, dtype=torch.float64).float()
+    return torch.where(mean > 0, diagonal / mean, 1.0)
 
 
 def range_scores(
@@ -37,7 +47,7 @@ def range_scores(
 
 
 def refusal(
-    x: Tensor, table: Tensor, weights: Tensor, *, group_size: int, candidates: int
+    x: Tensor, table: Tensor, moment: Tensor, *, group_size: int, candidates: int
 ) -> str | None:
     """Why the kernel does not serve this, or None; a first use is checked here."""
     if group_size & (group_size - 1):
@@ -49,12 +59,13 @@ def refusal(
         from videokv.kernels.assign_centroids import triton
 
         some = x[:, :, torch.arange(_TOKENS, device=x.device) % x.shape[2]]
-        tokens, rows, eye = (t.detach()[:2, :2].contiguous() for t in (some, table, weights))
+        tokens, rows, eye = (t.detach()[:2, :2].contiguous() for t in (some, table, moment))
         got = triton.choose_by_range(tokens, rows, eye, **options)
         tokens, rows = tokens.float(), rows.float()
         want = choose_by_range(tokens, rows, eye, **options)
         scores = [
-            range_scores(tokens, rows, label, eye, group_size).sum() for label in (got.long(), want)
+            range_scores(tokens, rows, label, channel_weights(eye), group_size).sum()
+            for label in (got.long(), want)
         ]
         if not bool(scores[1].isfinite()):
             raise CannotCheck("tokens that are not finite check no kernel")

@@ -38,6 +38,34 @@ def spread_tokens(x: Tensor, *, count: int, seed: int) -> Tensor:
     return torch.cat(chosen, dim=2)
 
 
+def draw_error(x: Tensor, found: Tensor, *, seed: int) -> float:
+    """How far the draws of ``spread_tokens`` miss the rows ``found`` ``[B, H, count, D]``, as a
+    share of the sum that they are drawn from; infinite where a row is none of the tokens.
+
+    In float64, each draw after the rows before it. For checks: tokens should differ.
+    """
+    count = found.shape[2]
+    tokens = _evenly_spaced(x, limit=TOKENS_PER_CENTROID * count).double()
+    draws = uniforms(count, seed)
+    length = tokens.shape[2]
+    weights = tokens.new_ones(tokens.shape[:3])  # of the first draw: all alike
+    smallest = tokens.new_full(tokens.shape[:3], torch.inf)
+    goals = [int(draws[0] * length) / length, *draws[1:]]
+    worst = 0.0
+    for goal, row in zip(goals, found.double().unbind(2), strict=True):
+        distances = _squared_distances(tokens, row.unsqueeze(2))
+        least, place = distances.min(-1, keepdim=True)
+        if bool((least != 0).any()):
+            return float("inf")
+        sums = weights.cumsum(-1)
+        whole = sums[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
+        end = sums.gather(-1, place) / whole
+        begin = end - weights.gather(-1, place) / whole
+        worst = max(worst, float(torch.maximum(begin - goal, goal - end).amax()))
+        weights = smallest = torch.minimum(smallest, distances)
+    return worst
+
+
 def uniforms(count: int, seed: int) -> list[float]:
     """The numbers in 0..1 that k-means++ draws its tokens with."""
     generator = torch.Generator().manual_seed(seed)

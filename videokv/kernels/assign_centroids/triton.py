@@ -42,6 +42,12 @@ STRETCHES = 11  # of tokens that are summed apart: with 12 heads and 256 centroi
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch", "stretches"]
 
 
+def padded(count: int) -> int:
+    """The power of two that holds ``count``, at least 16: what products take. (Triton's own costs
+    the host two microseconds.)"""
+    return max(16, 1 << (count - 1).bit_length())
+
+
 def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
     """Label uint8 ``[B, H, T]`` of the nearest row of ``table`` float32 ``[B, H, K, D]``.
 
@@ -57,8 +63,8 @@ def nearest_one(x: Tensor, origin: Tensor, table: Tensor) -> Tensor:
     operand = torch.empty(table.shape, dtype=x.dtype, device=device)
     norms = torch.empty(table.shape[:3], dtype=torch.float32, device=device)
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
-    block = max(16, triton.next_power_of_2(size))
-    whole = max(16, triton.next_power_of_2(centroids))
+    block = padded(size)
+    whole = padded(centroids)
     rows = ASSIGN_TOKENS if half else BLOCK_TOKENS
     stretch = rows * ASSIGN_BLOCKS if half else rows
     with on_device(device):
@@ -108,10 +114,10 @@ def means(x: Tensor, origin: Tensor, labels: Tensor, fallback: Tensor) -> Tensor
     half = x.dtype != torch.float32
     rows = SUM_TOKENS if half else BLOCK_TOKENS
     most = SUM_CENTROIDS if half else BLOCK_CENTROIDS
-    block_centroids = max(64, min(most, triton.next_power_of_2(centroids)))
+    block_centroids = max(64, min(most, padded(centroids)))
     stretch = -(-tokens // (STRETCHES * rows)) * rows
     count = -(-tokens // stretch)
-    block = max(16, triton.next_power_of_2(size))
+    block = padded(size)
     origin = origin.contiguous()
     device = x.device
     sums = torch.empty(count, batch, heads, centroids, size, device=device)
@@ -308,20 +314,20 @@ def _tokens(
 
 
 def choose_by_range(
-    x: Tensor, table: Tensor, weights: Tensor, *, group_size: int, candidates: int
+    x: Tensor, table: Tensor, moment: Tensor, *, group_size: int, candidates: int
 ) -> Tensor:
-    """QSAC's choice: of the ``candidates`` centroids nearest in the metric ``weights``, the one
+    """QSAC's choice: of the ``candidates`` centroids nearest in the queries' metric, the one
     whose residual has the smallest weighted range (2609.26425, Eq. 9-12). uint8 ``[B, H, T]``.
 
-    x ``[B, H, T, D]``; table ``[B, H, K, D]``, as it is stored; weights float32 ``[B, H, D]``.
+    x ``[B, H, T, D]``; table ``[B, H, K, D]``, as it is stored; moment ``[B, H, D, D]``.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
     centroids = table.shape[2]
     device = x.device
     table = table.contiguous()
-    count, whole = batch * heads, max(16, triton.next_power_of_2(centroids))
-    block = max(16, triton.next_power_of_2(size))
+    count, whole = batch * heads, padded(centroids)
+    block = padded(size)
     sizes = [count * size, count * size, count * centroids, count * (size // group_size)]
     origin, lens, norms, group_weights = torch.empty(sum(sizes), device=device).split(sizes)
     seen = torch.empty(table.shape, dtype=torch.float16, device=device)
@@ -330,7 +336,7 @@ def choose_by_range(
     with on_device(device):
         _see[(count,)](
             table,
-            weights.contiguous(),
+            moment.contiguous(),
             origin,
             seen,
             norms,
@@ -344,7 +350,7 @@ def choose_by_range(
             num_warps=16,
             enable_fp_fusion=False,
         )
-        _choose[(triton.cdiv(tokens, rows * CHOOSE_BLOCKS), batch * heads)](
+        _choose[(-(-tokens // (rows * CHOOSE_BLOCKS)), batch * heads)](
             x,
             *x.stride()[:3],
             origin,
@@ -373,7 +379,7 @@ def choose_by_range(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _see(
-    table, weights, origin, seen, half_norms, lens, group_weights, centroids, D: tl.constexpr,
+    table, moment, origin, seen, half_norms, lens, group_weights, centroids, D: tl.constexpr,
     BD: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """What the choice needs of a head: its table less the origin, through the metric, in FP16.
@@ -386,7 +392,12 @@ def _see(
     line = head * centroids + number
     place = line[:, None] * D + channel[None, :]
     inside = (number < centroids)[:, None] & (channel < D)[None, :]
-    weight = tl.load(weights + head * D + channel, mask=channel < D, other=0.0)
+    # As ``choice.channel_weights``.
+    diagonal = moment + head * D * D + channel * (D + 1)
+    weight = tl.maximum(tl.load(diagonal, mask=channel < D, other=0.0).to(tl.float32), 0.0)
+    mean = (tl.sum(weight.to(tl.float64), 0) / D).to(tl.float32)
+    share = tl.div_rn(weight, tl.zeros([BD], tl.float32) + tl.where(mean > 0, mean, 1.0))
+    weight = tl.where(channel < D, tl.where(mean > 0, share, 1.0), 0.0)
     eye = tl.sqrt(weight)
     rows = tl.load(table + place, mask=inside, other=0.0).to(tl.float32)
     middle = tl.sum(rows, 0) / centroids

@@ -42,7 +42,7 @@ def spread(x: Tensor, *, count: int, seed: int) -> Tensor:
     batch, heads, tokens, size = x.shape
     limit = TOKENS_PER_CENTROID * count
     found = torch.empty(batch, heads, count, size, device=x.device)
-    block, drawn = _block(size), triton.next_power_of_2(limit)
+    block, drawn = _block(size), 1 << (limit - 1).bit_length()
     with on_device(x.device):
         _spread[(batch * heads,)](
             x,
@@ -80,8 +80,8 @@ def few_centres(
     batch, heads, tokens, size = x.shape
     centroids = start.shape[2]
     rows = _tokens_of_a_block(x)
-    stretch = triton.cdiv(triton.cdiv(tokens, STRETCHES), rows) * rows
-    stretches = triton.cdiv(tokens, stretch)
+    stretch = -(-tokens // (STRETCHES * rows)) * rows
+    stretches = -(-tokens // stretch)
     device = x.device
     # Sums of the stretches, a count after each, and the table before them: of two iterations,
     # because programs of one still read what others of it replace.
@@ -121,7 +121,7 @@ def few_centres(
                 TURN=min(turn, 2 + turn % 2),
                 **shape,
             )
-        _label[(triton.cdiv(tokens, rows * LABEL_BLOCKS), batch * heads)](
+        _label[(-(-tokens // (rows * LABEL_BLOCKS)), batch * heads)](
             x,
             *strides,
             start,
@@ -144,7 +144,7 @@ def few_centres(
 
 
 def _block(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _tokens_of_a_block(x: Tensor) -> int:

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.assign_centroids.triton import number_of, numbered, raw_tokens
+from videokv.kernels.assign_centroids.triton import number_of, numbered, padded, raw_tokens
 from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
+from videokv.kernels.numbers import round_bf16
 
 STEP_TOKENS = 128
 STEP_WARPS = 8
@@ -26,20 +27,22 @@ STEP_STAGES = 3
 STEP_STRETCHES = 11  # of a head, fixed: with 12 heads a program for each of 132 multiprocessors
 FINISH_CENTROIDS = 8
 LARGEST_TABLE = 256 * 128  # centroids times channels whose float32 sums fit into registers
-_COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch", "stretches"]
+_COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "stretch", "stretches", "iterations"]
 
 
 def refusal(x: Tensor, *, centroids: int) -> str | None:
     """Why tokens are read twice an iteration, or None."""
     if x.dtype == torch.float32:
         return "float32 tokens are moved to their mean first"
-    if _block(centroids) * _block(x.shape[3]) > LARGEST_TABLE:
+    if padded(centroids) * padded(x.shape[3]) > LARGEST_TABLE:
         return f"{centroids} centroids of {x.shape[3]} channels do not fit into registers"
     return None
 
 
-def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
-    """See the package: labels uint8 ``[B, H, T]`` and centroids float32 ``[B, H, K, D]``.
+def cluster(
+    x: Tensor, start: Tensor, *, iterations: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """See the package: labels uint8 ``[B, H, T]`` and centroids ``[B, H, K, D]`` in ``dtype``.
 
     x ``[B, H, T, D]`` of 16 bits; start ``[B, H, K, D]`` of any floating dtype.
     """
@@ -52,15 +55,14 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
     stretches = -(-tokens // stretch)
     lines = batch * heads * centroids
     # float32: the table, its origin, constants of distances, sums of the stretches.
-    found = torch.empty(start.shape, dtype=torch.float32, device=device)
-    origin, norms, sums = torch.empty(
-        batch * heads * size + lines + stretches * lines * size, device=device
-    ).split([batch * heads * size, lines, stretches * lines * size])
+    sizes = [lines * size, batch * heads * size, lines, stretches * lines * size]
+    found, origin, norms, sums = torch.empty(sum(sizes), device=device).split(sizes)
+    stored = torch.empty(start.shape, dtype=dtype, device=device)
     operand = torch.empty(start.shape, dtype=x.dtype, device=device)
     # One row an iteration: were it set to zero where it is read, another warp might read the zero.
-    counts = torch.zeros(iterations, lines, dtype=torch.int32, device=device)
+    counts = torch.empty(iterations, lines, dtype=torch.int32, device=device)
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
-    block, whole = _block(size), _block(centroids)
+    block, whole = padded(size), padded(centroids)
     options = {"D": size, "BD": block, "enable_fp_fusion": False}
     step_options = {
         "ALIGN": row_alignment(x),
@@ -74,27 +76,32 @@ def cluster(x: Tensor, start: Tensor, *, iterations: int) -> tuple[Tensor, Tenso
     chunk = (x, *x.stride()[:3], operand, norms, labels)
     finishers = -(-centroids // FINISH_CENTROIDS)
     with on_device(device):
-        _begin[(batch * heads,)](start, *tables, centroids, BK=whole, num_warps=16, **options)
-        for members in counts.unbind():
+        _begin[(batch * heads,)](
+            start, *tables, counts, centroids, iterations, BK=whole, num_warps=16, **options
+        )
+        for left, members in zip(range(iterations)[::-1], counts.unbind(), strict=True):
             _step[(stretches, batch * heads)](
                 *chunk, sums, members, heads, tokens, centroids, stretch, **step_options
             )
             _finish_step[(finishers, batch * heads)](
-                *tables, sums, members, centroids, stretches, BK=FINISH_CENTROIDS, **options
+                *tables,
+                found if left else stored,
+                sums,
+                members,
+                centroids,
+                stretches,
+                BK=FINISH_CENTROIDS,
+                **options,
             )
-    return labels, found
-
-
-def _block(count: int) -> int:
-    return max(16, 1 << (count - 1).bit_length())
+    return labels, stored
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _begin(
-    start, found, origin, operand, norms, centroids, D: tl.constexpr, BD: tl.constexpr,
-    BK: tl.constexpr,
+    start, found, origin, operand, norms, counts, centroids, iterations, D: tl.constexpr,
+    BD: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The first table: copied, its mean as the origin, the first operand."""
+    """The first table: copied, its mean as the origin, the first operand. Counts of 0."""
     head = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, BK)
     channel = tl.arange(0, BD)
@@ -105,6 +112,9 @@ def _begin(
     middle = tl.sum(rows, 0) / centroids
     tl.store(origin + head * D + channel, middle, mask=channel < D)
     tl.store(found + place, rows, mask=inside)
+    for iteration in range(0, iterations):
+        row = counts + iteration * tl.num_programs(0) * centroids + line
+        tl.store(row, tl.zeros([BK], tl.int32), mask=number < centroids)
     _store_operand(operand, norms, rows, middle, line, place, inside, number < centroids)
 
 
@@ -178,7 +188,7 @@ def _store_sums(place, total, number, centroids, channel, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _finish_step(
-    found, origin, operand, norms, sums, counts, centroids, stretches, D: tl.constexpr,
+    found, origin, operand, norms, stored, sums, counts, centroids, stretches, D: tl.constexpr,
     BD: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Sums of the stretches, in their order, to means; the operand of the next iteration."""
@@ -198,6 +208,10 @@ def _finish_step(
     share = tl.maximum(members, 1).to(tl.float32)[:, None]
     mean = tl.div_rn(total, tl.broadcast_to(share, total.shape))
     mean = tl.where((members > 0)[:, None], mean, old)
-    tl.store(found + place, mean, mask=inside)
+    if stored.dtype.element_ty == tl.bfloat16:
+        kept = round_bf16(mean).to(tl.bfloat16)
+    else:
+        kept = mean.to(stored.dtype.element_ty)
+    tl.store(stored + place, kept, mask=inside)
     middle = tl.load(origin + head * D + channel, mask=channel < D, other=0.0)
     _store_operand(operand, norms, mean, middle, line, place, inside, there)

@@ -41,6 +41,13 @@ class PackedCall:
         if self.by_steps and (self.keys.axis != "token" or self.extra_query is not None):
             raise ValueError("a correction by steps needs steps of a token, and no columns beside")
 
+    def asked(self, query: Tensor, *, scale: float) -> PackedCall:
+        """The same chunk asked by another query of the same shape; no columns. Nothing that is
+        checked changes, so that a read of many chunks does not check them again."""
+        again = object.__new__(PackedCall)
+        again.__dict__.update(self.__dict__, query=query, scale=scale)
+        return again
+
     @property
     def rows(self) -> int:
         """Query rows that share a KV head."""
@@ -63,6 +70,17 @@ class PackedCall:
         found = QueryMap(self.keys.group_size, self.keys.rotation)
         phi = found.features(self.query, scale=self.scale) * (-1 / self.scale)
         return replace(self, extra_query=phi, extra_keys=omega, by_steps=False, factors=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Current:
+    """Dense rows of a few tokens: key ``[B, Hkv, N, D]``, value ``[B, Hkv, N, Dv]``. causal: query
+    m sees the first m + 1 of them (M = N)."""
+
+    key: Tensor
+    value: Tensor
+    scale: float
+    causal: bool = False
 
 
 def key_steps(parts: Parts) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from videokv.kernels.attend import Call, Rows
 from videokv.kernels.attend import reference as dense
-from videokv.kernels.attend_packed.call import PackedCall
+from videokv.kernels.attend_packed.call import Current, PackedCall
 from videokv.kernels.reconstruct import reference as reconstruction
 from videokv.kernels.reconstruct.parts import Parts
 
@@ -24,8 +24,21 @@ def attend_packed(call: PackedCall) -> Part:
     return dense.attend(Call(query, rows, None, call.scale, call.extra_query, call.extra_keys))
 
 
-def attend_all(calls: Sequence[PackedCall], other: Part) -> Part:
+def attend_current(query: Tensor, current: Current) -> Part:
+    """Output of the query's dtype and lse float32 of the current rows alone."""
+    repeats = query.shape[1] // current.key.shape[1]
+    keys, values = (x.float().repeat_interleave(repeats, 1) for x in (current.key, current.value))
+    scores = query.float() @ keys.mT * current.scale
+    if current.causal:
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return (scores.softmax(-1) @ values).to(query.dtype), scores.logsumexp(-1)
+
+
+def attend_all(calls: Sequence[PackedCall], other: Part | Current) -> Part:
     """See the package."""
+    if isinstance(other, Current):
+        other = attend_current(calls[0].query, other)
     parts = [other, *(attend_packed(call) for call in calls)]
     total = torch.stack([lse.float() for _, lse in parts]).logsumexp(0)
     whole = torch.zeros_like(other[0], dtype=torch.float32)

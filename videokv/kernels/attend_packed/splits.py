@@ -12,6 +12,7 @@ from videokv.kernels.attend_packed.call import PackedCall
 BLOCK_TOKENS = 64
 PROGRAMS = 512  # enough to fill a large GPU; more would only be merged again
 LOG2_E = 1.4426950408889634
+FAST_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 3e-3}  # of kernels in Gluon
 
 
 def stretch_of(tokens: int, heads: int) -> int:
@@ -43,3 +44,14 @@ def column_options(call: PackedCall) -> dict:
         "BF": padded(count) if count else 0,
         "COLUMN_TYPE": kinds.get(call.query.dtype, tl.float32),
     }
+
+
+def in_pairs(query: Tensor) -> bool:
+    """Whether two values of 16 bits are handled at once, by instructions of the GPU."""
+    return query.is_cuda and query.dtype != torch.float32
+
+
+def joined(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Parts ``[S, rows, D]`` with lses ``[S, rows]`` as one: ``[rows, D]`` and ``[rows]``."""
+    total = lses.logsumexp(0)
+    return ((lses - total).exp().unsqueeze(-1) * parts).sum(0), total

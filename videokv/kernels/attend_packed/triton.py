@@ -16,7 +16,7 @@ from torch import Tensor
 
 from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed import triton_unbiased, triton_words
-from videokv.kernels.attend_packed.call import PackedCall
+from videokv.kernels.attend_packed.call import Current, PackedCall
 from videokv.kernels.attend_packed.splits import (
     BLOCK_TOKENS,
     LOG2_E,
@@ -48,9 +48,9 @@ def attend_packed(call: PackedCall) -> Part:
     return _merged(call, None, torch.float32)
 
 
-def attend_all(calls: Sequence[PackedCall], other: Part) -> Part:
+def attend_all(calls: Sequence[PackedCall], other: Part | Current) -> Part:
     """See the package; calls that agree are one launch, and the last merge takes ``other`` in."""
-    dtype = other[0].dtype
+    dtype = calls[0].query.dtype if isinstance(other, Current) else other[0].dtype
     launches = _launches(calls)
     for number, launch in enumerate(launches):
         kind = dtype if number == len(launches) - 1 else torch.float32
@@ -61,6 +61,7 @@ def attend_all(calls: Sequence[PackedCall], other: Part) -> Part:
             rotation = launch[0].values.rotation
             query = launch[0].query
             other = merge(parts, lses, query, other=other, rotation=rotation, dtype=kind)
+    assert not isinstance(other, Current)
     return other
 
 
@@ -107,7 +108,7 @@ def _kind(call: PackedCall) -> Hashable:
     return None if kept[1] is None else (kept[1], call.by_steps, call.factors is None)
 
 
-def _merged(call: PackedCall, other: Part | None, dtype: torch.dtype) -> Part:
+def _merged(call: PackedCall, other: Part | Current | None, dtype: torch.dtype) -> Part:
     """One chunk by itself, merged with what was found before."""
     labels = None
     if _kind(call) is not None:

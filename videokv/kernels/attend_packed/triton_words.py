@@ -23,10 +23,10 @@ from torch import Tensor
 from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed import triton_words_wide
 from videokv.kernels.attend_packed.call import PackedCall
-from videokv.kernels.attend_packed.splits import LOG2_E
+from videokv.kernels.attend_packed.splits import FAST_TOLERANCE, LOG2_E, in_pairs, joined
 from videokv.kernels.attend_packed.words import CODES, side_of, slot_of, spread
 from videokv.kernels.blocks import reach_of
-from videokv.kernels.gpu import on_device, products
+from videokv.kernels.gpu import checked_refusal, disagreement, on_device, products, say_once
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.tensors import E4M3
 
@@ -40,6 +40,19 @@ class Tuning:
     few_rows = 16
     few = (1584, 32, 1, 3)
     many = (264, 128, 4, 2)
+
+
+class Fast:
+    """Of ``gluon_words``: programs in flight on a large GPU for up to 8 query rows of a KV head,
+    and for more (which need more registers), the most registers of a thread for up to 8, tokens of
+    a block, blocks in shared memory, and the most query rows."""
+
+    programs = 1584
+    programs_of_more = 1056
+    registers = 168
+    block = 32
+    stages = 4
+    rows = 64
 
 
 def serves(call: PackedCall) -> bool:
@@ -65,44 +78,58 @@ def _fits(parts: Parts) -> bool:
     )
 
 
-def in_pairs(query: Tensor) -> bool:
-    """Whether two values of 16 bits are handled at once, by instructions of the GPU."""
-    return query.is_cuda and query.dtype != torch.float32
-
-
 def launch_config(call: PackedCall) -> tuple[Hashable, ...]:
     """Equal for calls of one query whose keys and values can be read by one launch."""
     sides = (call.keys, call.values)
     return tuple((side.shape[:2], side.config(), side.rotation) for side in sides)
 
 
-def split_attention(calls: Sequence[PackedCall]) -> tuple[Tensor, Tensor]:
-    """parts ``[S, rows of all heads, Dv]``, in the coordinates of the values' codes, and lses."""
+def split_attention(
+    calls: Sequence[PackedCall], *, fast: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """parts ``[S, rows of all heads, Dv]``, in the coordinates of the values' codes, and lses.
+
+    fast: by the kernel in Gluon; None: where it serves.
+    """
     call = calls[0]
     batch, heads, queries, size = call.query.shape
     kv_heads, rows, value_dim = call.keys.shape[1], call.rows, call.values.head_dim
     query = call.query
     if call.keys.rotation is not None:
         query = call.keys.rotation.apply(query.float()).to(query.dtype)
+    fast = _chosen(calls) if fast is None else fast
     programs, block, warps, stages = _tuning(rows)
+    if fast:
+        programs, block = _fast_tuning(rows)
     table = _table(calls, programs=programs, block=block)
     splits = table.shape[0]
     device = query.device
     parts = torch.empty(splits, batch * heads * queries, value_dim, device=device)
     lses = torch.empty(splits, batch * heads * queries, device=device)
+    numbers = (table, query.contiguous(), parts, lses, call.scale * LOG2_E, call.scale / 24)
+    correction = {"BY_STEPS": call.by_steps, "FACTORS": call.factors is not None}
     with on_device(device):
+        if fast:
+            from videokv.kernels.attend_packed import gluon_words
+
+            gluon_words.kernel[(splits * triton.cdiv(rows, 16), batch * kv_heads)](
+                *numbers,
+                **_fast_options(call.keys, "K"),
+                **_fast_options(call.values, "V"),
+                **correction,
+                ALL_ROWS=rows,
+                BN=block,
+                STAGES=Fast.stages,
+                num_warps=1,
+                maxnreg=Fast.registers if rows <= 8 else None,
+            )
+            return parts, lses
         kernel = _kernel if rows <= Tuning.few_rows else triton_words_wide.kernel
         kernel[(splits, batch * kv_heads)](
-            table,
-            query.contiguous(),
-            parts,
-            lses,
-            call.scale * LOG2_E,
-            call.scale / 24,
+            *numbers,
             **_options(call.keys, "K"),
             **_options(call.values, "V"),
-            BY_STEPS=call.by_steps,
-            FACTORS=call.factors is not None,
+            **correction,
             ROWS=rows,
             BM=padded(rows),
             BN=block,
@@ -115,7 +142,63 @@ def split_attention(calls: Sequence[PackedCall]) -> tuple[Tensor, Tensor]:
     return parts, lses
 
 
-_Kept = tuple[tuple[weakref.ref[Parts], ...], dict[tuple[int, ...], Tensor]]
+def _chosen(calls: Sequence[PackedCall]) -> bool:
+    """``_is_fast``, found out once for a set of chunks (not in the capture of a graph)."""
+    call = calls[0]
+    kept, key = _tables_of(calls)[1], (call.query.dtype, call.rows, call.by_steps, Fast.stages)
+    if key not in kept:
+        found = _is_fast(calls)
+        if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return found
+        kept[key] = found
+    return kept[key]
+
+
+def _is_fast(calls: Sequence[PackedCall]) -> bool:
+    """Whether the kernel in Gluon takes these calls, and has shown that it is right."""
+    call = calls[0]
+    rows = call.rows
+    fits = (
+        in_pairs(call.query)
+        and rows <= Fast.rows
+        and (rows <= 16 or rows % triton.cdiv(rows, 16) == 0)
+        and all(each.keys.tokens >= Fast.block for each in calls)
+        and all(map(_fits_fast, (call.keys, call.values)))
+    )
+    if not fits:
+        return False
+    sides = (call.keys.config(), call.values.config(), call.by_steps, call.factors is None)
+    refusal = checked_refusal(
+        "attend_packed in Gluon",
+        (call.query.dtype, rows, Fast.block, Fast.stages, *sides),
+        call.query.device,
+        lambda: _fast_disagreement(call),
+    )
+    if refusal is not None:
+        say_once(f"packed chunks are read by the slower kernel: {refusal}")
+    return refusal is None
+
+
+def _fits_fast(parts: Parts) -> bool:
+    zeros = parts.zeros is None or parts.zeros.dtype == torch.bfloat16
+    held = (parts.codes, parts.steps, parts.zeros)
+    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in held)
+    return zeros and aligned and parts.head_dim == 128 and parts.group_size == 32
+
+
+def _fast_disagreement(call: PackedCall) -> str | None:
+    """What is wrong with the kernel in Gluon; the other one is checked where calls are refused."""
+    got, got_lse = split_attention([call], fast=True)
+    want, want_lse = split_attention([call], fast=False)
+    found = [joined(got, got_lse), joined(want, want_lse)]
+    tolerance = FAST_TOLERANCE[call.query.dtype]
+    return disagreement(found[0][0], found[1][0], tolerance=tolerance) or disagreement(
+        found[0][1], found[1][1], tolerance=tolerance, what="the log-sum-exp"
+    )
+
+
+# For a set of chunks: their tables, and by which kernel queries of a kind read them.
+_Kept = tuple[tuple[weakref.ref[Parts], ...], dict[tuple[int, ...], Tensor], dict[Hashable, bool]]
 _tables: weakref.WeakKeyDictionary[Parts, _Kept] = weakref.WeakKeyDictionary()
 
 
@@ -123,20 +206,31 @@ def has_table(calls: Sequence[PackedCall]) -> bool:
     """Whether these calls need nothing from the host, as in the capture of a CUDA graph: there a
     table would be copied at every replay, from memory that is no longer its own."""
     programs, block, *_ = _tuning(calls[0].rows)
-    return _table_key(calls, programs, block) in _tables_of(calls)
+    if _chosen(calls):
+        programs, block = _fast_tuning(calls[0].rows)
+    return _table_key(calls, programs, block) in _tables_of(calls)[0]
 
 
 def _tuning(rows: int) -> tuple[int, int, int, int]:
     return Tuning.few if rows <= Tuning.few_rows else Tuning.many
 
 
-def _tables_of(calls: Sequence[PackedCall]) -> dict[tuple[int, ...], Tensor]:
+def _fast_tuning(rows: int) -> tuple[int, int]:
+    """Programs that walk over tokens, each with those for the other query rows, and a block."""
+    if rows <= 8:
+        return Fast.programs, Fast.block
+    return Fast.programs_of_more // triton.cdiv(rows, 16), Fast.block
+
+
+def _tables_of(
+    calls: Sequence[PackedCall],
+) -> tuple[dict[tuple[int, ...], Tensor], dict[Hashable, bool]]:
     last = calls[-1].keys
     sides = [side for call in calls for side in (call.keys, call.values)]
     kept = _tables.get(last)
     if kept is None or [ref() for ref in kept[0]] != sides:
-        kept = _tables[last] = (tuple(weakref.ref(side) for side in sides), {})
-    return kept[1]
+        kept = _tables[last] = (tuple(weakref.ref(side) for side in sides), {}, {})
+    return kept[1], kept[2]
 
 
 def _table_key(calls: Sequence[PackedCall], programs: int, block: int) -> tuple[int, ...]:
@@ -146,7 +240,7 @@ def _table_key(calls: Sequence[PackedCall], programs: int, block: int) -> tuple[
 
 def _table(calls: Sequence[PackedCall], *, programs: int, block: int) -> Tensor:
     """A row for each split: where everything of its chunk lies; kept as long as the chunks."""
-    tables, key = _tables_of(calls), _table_key(calls, programs, block)
+    tables, key = _tables_of(calls)[0], _table_key(calls, programs, block)
     table = tables.get(key)
     if table is None:
         table = tables[key] = _filled_table(calls, programs=programs, block=block)
@@ -208,6 +302,11 @@ def _options(parts: Parts, prefix: str) -> dict:
         "ZERO": None if parts.zeros is None else _TYPES[parts.zeros.dtype],
         "SCALED": parts.scale is not None,
     }
+    return {f"{prefix}_{name}": value for name, value in constants.items()}
+
+
+def _fast_options(parts: Parts, prefix: str) -> dict:
+    constants = {"ZERO": parts.zeros is not None, "SCALED": parts.scale is not None}
     return {f"{prefix}_{name}": value for name, value in constants.items()}
 
 

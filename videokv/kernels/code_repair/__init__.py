@@ -8,6 +8,8 @@ e: rows of E = keys - decoded. On a GPU one kernel reads keys and decoded once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,32 +21,38 @@ from videokv.kernels.gpu import (
     say_once,
     wants_kernels,
 )
+from videokv.kernels.subspace_iteration.layout import Directions
 
-__all__ = ["MAX_RANK", "MAX_SIZE", "code_repair", "kernel_refusal"]
+__all__ = ["MAX_RANK", "MAX_SIZE", "RepairCodes", "code_repair", "kernel_refusal"]
 
 MAX_RANK = 16  # columns that are written out one after the other
 MAX_SIZE = 256
 
 
-def code_repair(
-    keys: Tensor, decoded: Tensor, basis: Tensor, moment: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes int8 ``[B, H, T, r]``, scales float16 ``[B, H, T, 1]``, both 0 where a row is not kept,
-    and whether it is, bool ``[B, H, T]``.
+class RepairCodes(NamedTuple):
+    """codes int8 ``[B, H, T, r]`` and scales float16 ``[B, H, T, 1]``, both 0 where a row is not
+    kept (and only there is a scale 0); kept: rows of each head, ``B H`` numbers."""
 
-    keys ``[B, H, T, D]`` of any floating dtype; decoded float32 like them, may be overwritten;
-    basis ``[B, H, D, r]``; moment ``[B, H, D, D]``. Never synchronises.
+    codes: Tensor
+    scales: Tensor
+    kept: list[int]
+
+
+def code_repair(keys: Tensor, decoded: Tensor, directions: Directions) -> RepairCodes:
+    """Code what ``decoded`` lacks of the keys in the directions.
+
+    keys ``[B, H, T, D]`` of any floating dtype; decoded float32 like them, may be overwritten.
+    Synchronises once.
     """
-    basis, moment = basis.float(), moment.float()
-    seen = moment @ basis  # [B, H, D, r]
-    quadratic = basis.mT @ seen
     if wants_kernels(keys.device):
-        refusal = kernel_refusal(keys, basis)
+        refusal = kernel_refusal(keys, directions.basis)
         if refusal is None:
-            return _by_kernel(keys, decoded, basis, seen, quadratic)
+            codes, scales, kept = _by_kernel(keys, decoded, directions)
+            return RepairCodes(codes, scales, kept.tolist())
         say_once(f"PSAC's coefficients are coded in PyTorch steps: {refusal}")
     error = torch.sub(keys, decoded, out=decoded)
-    return reference.code_repair(error, basis, seen, quadratic)
+    codes, scales, kept = reference.code_repair(error, directions)
+    return RepairCodes(codes, scales, kept.flatten().tolist())
 
 
 def kernel_refusal(keys: Tensor, basis: Tensor) -> str | None:
@@ -70,11 +78,13 @@ def _self_check(keys: Tensor, basis: Tensor) -> str | None:
     noise = torch.randn(corner.shape, generator=generator).to(keys.device) * 0.1
     error = noise * size
     decoded = corner.float() - error
-    seen, quadratic = basis + 0.3 * basis.roll(1, 2), basis.mT @ basis
-    codes, scales, kept = _by_kernel(corner, decoded, basis, seen, quadratic)
-    want_codes, want_scales, want_kept = reference.code_repair(
-        corner.float() - decoded, basis, seen, quadratic
-    )
+    basis = basis.to(torch.bfloat16)
+    wide = basis.float()
+    seen, quadratic = wide + 0.3 * wide.roll(1, 2), wide.mT @ wide
+    directions = Directions(basis, seen, quadratic)
+    codes, scales, _ = _by_kernel(corner, decoded, directions)
+    want_codes, want_scales, _ = reference.code_repair(corner.float() - decoded, directions)
+    kept, want_kept = ((each > 0)[..., 0] for each in (scales, want_scales))
     both = (kept & want_kept).unsqueeze(-1)
     unlike = ((codes - want_codes).abs() > 1).float().mean() + (kept != want_kept).float().mean()
     off = ((scales.float() - want_scales.float()).abs() * both).sum() / want_scales.float().sum()
@@ -85,8 +95,8 @@ def _self_check(keys: Tensor, basis: Tensor) -> str | None:
 
 
 def _by_kernel(
-    keys: Tensor, decoded: Tensor, basis: Tensor, seen: Tensor, quadratic: Tensor
+    keys: Tensor, decoded: Tensor, directions: Directions
 ) -> tuple[Tensor, Tensor, Tensor]:
     from videokv.kernels.code_repair import triton
 
-    return triton.code_repair(keys.detach(), decoded, basis, seen, quadratic)
+    return triton.code_repair(keys.detach(), decoded, directions)

@@ -1,6 +1,8 @@
 """The Triton kernel: errors are found in registers and multiplied with both operands there.
 
-In float32 sums of products: eight columns a side are too few for tensor cores to pay.
+In float32 multiply-adds: three TF32 products of so few columns cost more instructions (97 an
+element of the kernel that packs, against 80). Kernels that have the errors in registers already do
+the same.
 """
 
 from __future__ import annotations
@@ -13,46 +15,50 @@ from torch import Tensor
 from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
 from videokv.kernels.numbers import round_even
+from videokv.kernels.subspace_iteration.layout import Directions
 
-ROWS = 64
+ROWS = 32
 WARPS = 4
 _COUNTS = ["x_b", "x_h", "heads", "tokens"]
 
 
 def code_repair(
-    keys: Tensor, decoded: Tensor, basis: Tensor, seen: Tensor, quadratic: Tensor
+    keys: Tensor, decoded: Tensor, directions: Directions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See the package; basis, seen ``[B, H, D, r]`` and quadratic ``[B, H, r, r]`` in float32."""
+    """See the package; the numbers of kept rows as a tensor, int32 ``[B H]``."""
     keys = keys if keys.stride(-1) == 1 else keys.contiguous()
     batch, heads, tokens, size = keys.shape
-    rank = basis.shape[3]
+    rank = directions.basis.shape[3]
     device = keys.device
     codes = torch.empty(batch, heads, tokens, rank, dtype=torch.int8, device=device)
     scales = torch.empty(batch, heads, tokens, 1, dtype=torch.float16, device=device)
-    kept = torch.empty(batch, heads, tokens, dtype=torch.bool, device=device)
+    kept = torch.zeros(batch * heads, dtype=torch.int32, device=device)
     with on_device(device):
-        _kernel[(triton.cdiv(tokens, ROWS), batch * heads)](
+        _kernel[(-(-tokens // ROWS), batch * heads)](
             keys,
             *keys.stride()[:3],
             decoded.contiguous(),
-            basis.contiguous(),
-            seen.contiguous(),
-            quadratic.contiguous(),
+            *(operand.contiguous() for operand in directions),
             codes,
             scales,
-            kept.view(torch.uint8),
+            kept,
             heads,
             tokens,
             ALIGN=row_alignment(keys),
             D=size,
-            BD=max(16, triton.next_power_of_2(size)),
+            BD=max(16, 1 << (size - 1).bit_length()),
             BT=ROWS,
             RANK=rank,
-            BR=triton.next_power_of_2(rank),
+            BR=columns(rank),
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
     return codes, scales, kept
+
+
+def columns(rank: int) -> int:
+    """Directions of the padded product, which has two columns for each and at least 16."""
+    return max(8, 1 << (rank - 1).bit_length())
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -66,21 +72,32 @@ def _kernel(
     live = token < tokens
     row = head * tokens + token
     channel = tl.arange(0, BD)
-    rank = tl.arange(0, BR)
     inside = live[:, None] & (channel < D)[None, :]
     base = tl.multiple_of((head // heads) * x_b + (head % heads) * x_h, ALIGN)
     place = x + base + token[:, None].to(tl.int64) * x_t + channel[None, :]
     error = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     error -= tl.load(decoded + row[:, None] * D + channel[None, :], mask=inside, other=0.0)
-    exact = tl.zeros([BT, BR], tl.float32)
-    pulled = tl.zeros([BT, BR], tl.float32)
-    across = head * D * RANK + channel * RANK
-    for column in tl.static_range(RANK):
-        mine = rank[None, :] == column
-        span = tl.load(basis + across + column, mask=channel < D, other=0.0)
-        exact = tl.where(mine, tl.sum(error * span[None, :], 1)[:, None], exact)
-        span = tl.load(seen + across + column, mask=channel < D, other=0.0)
-        pulled = tl.where(mine, tl.sum(error * span[None, :], 1)[:, None], pulled)
+    repair_rows(
+        error, basis, seen, quadratic, codes, scales, kept, head, row, live, D, BD, BT, RANK, BR
+    )
+
+
+@triton.jit
+def repair_rows(
+    error, basis, seen, quadratic, codes, scales, kept, head, row, live,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Store what is kept of errors float32 [BT, BD] (0 outside), and count the rows of the head."""
+    rank = tl.arange(0, BR)
+    # Columns of the basis, each with what the moment makes of it beside it.
+    channel = tl.arange(0, BD)[:, None]
+    column = tl.arange(0, 2 * BR)[None, :]
+    place = head * D * RANK + channel * RANK + column // 2
+    inside = (channel < D) & (column < 2 * RANK)
+    own = tl.load(basis + place, mask=inside & (column % 2 == 0), other=0.0).to(tl.float32)
+    own += tl.load(seen + place, mask=inside & (column % 2 == 1), other=0.0)
+    product = tl.dot(error, own, input_precision="ieee")
+    exact, pulled = tl.split(tl.reshape(product, [BT, BR, 2]))
 
     largest = tl.max(tl.abs(exact), 1)
     scale = tl.minimum(largest / 127.0, 65504.0).to(tl.float16)
@@ -100,4 +117,4 @@ def _kernel(
     code = tl.where(helps[:, None], code, 0.0).to(tl.int8)
     tl.store(target, code, mask=live[:, None] & (rank < RANK)[None, :])
     tl.store(scales + row, tl.where(helps, wide, 0.0).to(tl.float16), mask=live)
-    tl.store(kept + row, helps.to(tl.uint8), mask=live)
+    tl.atomic_add(kept + head, tl.sum((helps & live).to(tl.int32), 0))

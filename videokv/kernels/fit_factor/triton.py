@@ -5,7 +5,9 @@
 is convex and falling, so that every tangent crosses zero at or before the root, and a chord over
 the root behind it. A pass takes h and its slope at four factors spread over the interval that is
 left; the highest crossing of a tangent and the lowest of a chord are the next interval. Its width
-falls like that of Newton's steps, from 1/3 of it: three passes leave less than float32 can tell.
+falls like that of Newton's steps, from 1/3 of it: three passes leave less than float32 can tell. A
+head whose interval is narrow already (2^-12: columns are rounded to 2^-8) sits out the passes that
+are left; on Gaussian keys that is all but the first.
 
 Queries and true keys of 16 bits are multiplied exactly; a decoded key in float32 is taken as the
 sum of two numbers of 16 bits, good to 2^-16 of it.
@@ -35,6 +37,8 @@ WARPS, STAGES = 4, 2
 MOST_SPANS = 16
 PROGRAMS = 264  # of a pass, two for each multiprocessor of a large GPU
 LONGEST_OUTER = 16  # features up to here are multiplied out, more by a matrix product
+NARROW = 2.0**-12  # an interval that is not looked into any more
+UNROLLED = 4  # features that are multiplied out at once
 _STATS = 9  # of a row and span: four log-sum-exps, four slopes, the true log-sum-exp
 _COUNTS = [
     "t_b", "t_h", "n_b", "n_h", "w_b", "w_h", "heads", "queries", "rows", "tokens", "span", "spans",
@@ -85,13 +89,15 @@ def fit_factor(
                 LOW=FACTOR_RANGE[0],
                 HIGH=FACTOR_RANGE[1],
                 SMALLEST=SMALLEST_SLOPE,
+                NARROW=NARROW,
+                UNROLL=UNROLLED,
                 num_warps=WARPS,
                 num_stages=STAGES,
             )
         _answer[(lines,)](
             ends, found, factors, rows, spans,
             LAST=PASSES - 1, BM=BLOCK_ROWS, BS=MOST_SPANS, LOW=FACTOR_RANGE[0],
-            HIGH=FACTOR_RANGE[1], SMALLEST=SMALLEST_SLOPE, num_warps=4,
+            HIGH=FACTOR_RANGE[1], SMALLEST=SMALLEST_SLOPE, NARROW=NARROW, num_warps=4,
         )  # fmt: skip
     return factors
 
@@ -109,7 +115,8 @@ def _look(
     PASS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
     OUTER: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
     ALIGN: tl.constexpr, TWO: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, SMALLEST: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SMALLEST: tl.constexpr, NARROW: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(2).to(tl.int64)
     lines = tl.num_programs(2).to(tl.int64)
@@ -132,8 +139,9 @@ def _look(
     low, high = LOW, HIGH
     if PASS > 0:
         low, high = _interval(
-            ends, found, line, lines, rows, spans, PASS - 1, BM, BS, LOW, HIGH, SMALLEST
+            ends, found, line, lines, rows, spans, PASS - 1, BM, BS, LOW, HIGH, SMALLEST, NARROW
         )
+        last = tl.where(high - low > NARROW, last, first)  # nothing to look at
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(ends + (PASS * lines + line) * 2, low)
         tl.store(ends + (PASS * lines + line) * 2 + 1, high)
@@ -175,7 +183,7 @@ def _look(
         far = far & held[None, :]
         if OUTER:
             b = tl.zeros([BM, BT], tl.float32)
-            for f in range(F):
+            for f in tl.range(0, F, loop_unroll_factor=UNROLL):
                 p = tl.load(phi_row + f, mask=live, other=0.0)
                 w = tl.load(omega + offset * w_t + f * w_f, mask=held, other=0.0)
                 b += p[:, None] * w[None, :].to(tl.float32)
@@ -237,11 +245,25 @@ def _write(target, rows, number, m, a, t, live):
 @triton.jit
 def _interval(
     ends, found, line, lines, rows, spans, PASS: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, SMALLEST: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SMALLEST: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """The ends of the interval that pass ``PASS`` leaves."""
+    """The ends of the interval that pass ``PASS`` leaves; as it was where the pass was sat out."""
     low = tl.load(ends + (PASS * lines + line) * 2)
     high = tl.load(ends + (PASS * lines + line) * 2 + 1)
+    floor, roof = low, high
+    if high - low > NARROW:
+        floor, roof = _narrowed(
+            low, high, found, line, lines, rows, spans, PASS, BM, BS, LOW, HIGH, SMALLEST
+        )
+    return floor, roof
+
+
+@triton.jit
+def _narrowed(
+    low, high, found, line, lines, rows, spans, PASS: tl.constexpr, BM: tl.constexpr,
+    BS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """The ends of the interval after a look at it: where tangents and chords cross zero."""
     width = (high - low) / 3
     mine = found + (PASS * lines + line) * spans * 9 * rows
     truth = found + line * spans * 9 * rows + 8 * rows
@@ -295,9 +317,11 @@ def _means(mine, truth, number, rows, spans, BM: tl.constexpr, BS: tl.constexpr)
 @triton.jit(do_not_specialize=["rows", "spans"])
 def _answer(
     ends, found, factors, rows, spans, LAST: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, SMALLEST: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SMALLEST: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     lines = tl.num_programs(0).to(tl.int64)
-    low, _ = _interval(ends, found, line, lines, rows, spans, LAST, BM, BS, LOW, HIGH, SMALLEST)
+    low, _ = _interval(
+        ends, found, line, lines, rows, spans, LAST, BM, BS, LOW, HIGH, SMALLEST, NARROW
+    )
     tl.store(factors + line, low)

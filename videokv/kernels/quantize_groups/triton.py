@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -77,131 +79,172 @@ def launch(
 ) -> tuple[PackedGroups, Tensor]:
     """``quantize`` without a wait: the facts are the bits of ``[B H, 4]`` numbers on the device."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    batch, heads, tokens, size = x.shape
-    by_token = format.axis == "token"
-    block = max(16, triton.next_power_of_2(size))
-    elements = BLOCK_ELEMENTS if rotation is None else ROTATED_ELEMENTS
-    elements = CLUSTERED_ELEMENTS if clusters is not None else elements
-    warps = WARPS if rotation is None else ROTATED_WARPS
-    warps = CLUSTERED_WARPS if clusters is not None else warps
-    rows = max(16, min(128, elements // block)) if by_token else format.group_size
-    groups = size // format.group_size if by_token else size
-    lines = tokens if by_token else -(-tokens // format.group_size)
-    blocks = -(-tokens // rows)
-    stretch = max(1, min(LONGEST, blocks * batch * heads // PROGRAMS))
     device = x.device
-    row_bytes = packed_length(size, bits=format.bits)
-    words = format.bits != 3 and row_bytes % 2 == 0
-    packed = torch.empty(batch, heads, tokens, row_bytes, dtype=torch.uint8, device=device)
-    shape = (batch, heads, lines, groups)
-    steps = torch.empty(shape, dtype=format.scale_dtype, device=device)
-    zeros = _zeros(shape, format, device)
-    facts = torch.zeros(batch * heads, FACTS, dtype=torch.int32, device=device)
-    levels = reach(format.bits) if format.symmetric else (1 << format.bits) - 1
-    fits = x.dtype != torch.float32 and 32 <= size <= 128  # tile and matrix in shared memory
-    if fits and by_token and rotation is not None and _two_bit_offsets(format):
-        blocks = -(-tokens // turning.ROWS)
-        stretch = max(1, min(turning.LONGEST, blocks * batch * heads // TURNED_PROGRAMS))
-        with on_device(device):
-            turning.turned[(-(-blocks // stretch), batch * heads)](
-                x,
-                *x.stride()[:3],
-                heads,
-                tokens,
-                stretch,
-                blocks,
-                packed.view(torch.int32),
-                steps.view(torch.uint8),
-                zeros,
-                facts,
-                signs(rotation, device=device, dtype=x.dtype),
-                1.0 / math.sqrt(size),
-                ALIGN=row_alignment(x),
-                D=size,
-                BT=turning.ROWS,
-                LEVELS=levels,
-                INVERSE=_inverse(levels),
-                GROUP=format.group_size,
-                ZERO_BF16=format.zero_dtype == torch.bfloat16,
-                LIMIT=_largest(format.scale_dtype),
-                NATIVE=isinstance(_kernel, triton.JITFunction),
-                num_warps=turning.WARPS,
-                num_stages=turning.STAGES,
-                enable_fp_fusion=False,
-            )
-        return PackedGroups(packed, steps, zeros, None), facts
-    if by_token and rotation is None and clusters is None and _owned_by_threads(format, size):
-        rows = max(1, owning.GROUPS // _power(groups))
-        blocks = -(-tokens // rows)
-        stretch = max(1, min(owning.LONGEST, blocks * batch * heads // PROGRAMS))
-        with on_device(device):
-            owning.owned[(-(-blocks // stretch), batch * heads)](
-                x,
-                *x.stride()[:3],
-                heads,
-                tokens,
-                stretch,
-                blocks,
-                packed.view(torch.int32),
-                steps.view(torch.uint8),
-                zeros,
-                facts,
-                ALIGN=row_alignment(x),
-                D=size,
-                BG=_power(groups),
-                BT=rows,
-                LEVELS=levels,
-                INVERSE=_inverse(levels),
-                GROUP=format.group_size,
-                ZERO_BF16=format.zero_dtype == torch.bfloat16,
-                LIMIT=_largest(format.scale_dtype),
-                AWAY=away,
-                NATIVE=isinstance(_kernel, triton.JITFunction),
-                num_warps=owning.WARPS,
-                enable_fp_fusion=False,
-            )
-        return PackedGroups(packed, steps, zeros, None), facts
+    plan = planned(
+        format, x.shape, x.dtype, row_alignment(x), rotation, clusters is not None, away, device
+    )
+    packed = torch.empty(plan.packed_shape, dtype=torch.uint8, device=device)
+    steps = torch.empty(plan.shape, dtype=format.scale_dtype, device=device)
+    zeros = None
+    if plan.zero_dtype is not None:
+        zeros = torch.empty(plan.shape, dtype=plan.zero_dtype, device=device)
+    facts = torch.zeros(plan.heads, FACTS, dtype=torch.int32, device=device)
+    stages: tuple[Any, ...] = ()
+    if clusters is not None:
+        stages = (clusters.ids.contiguous(), clusters.table.contiguous(), clusters.table.shape[2])
     with on_device(device):
-        _kernel[(-(-blocks // stretch), batch * heads)](
+        plan.kernel[plan.grid](
             x,
             *x.stride()[:3],
-            heads,
-            tokens,
-            lines,
-            stretch,
-            blocks,
-            packed.view(torch.int16) if words else packed,
+            *plan.counts,
+            packed if plan.word == torch.uint8 else packed.view(plan.word),
             steps.view(torch.uint8) if format.scale_dtype == E4M3 else steps,
             zeros,
             facts,
-            None if rotation is None else signs(rotation, device=device, dtype=x.dtype),
-            1.0 / math.sqrt(size),
-            None if clusters is None else clusters.ids.contiguous(),
-            None if clusters is None else clusters.table.contiguous(),
-            1 if clusters is None else clusters.table.shape[2],
-            ALIGN=row_alignment(x),
-            D=size,
-            BD=block,
-            BT=rows,
-            BITS=format.bits,
-            LEVELS=levels,
-            GROUP=format.group_size,
-            BY_TOKEN=by_token,
-            ZERO=0 if format.symmetric else _ZERO[format.zero_point],
-            ZERO_BF16=format.zero_dtype == torch.bfloat16,
-            STEP=_STEP[format.scale_dtype],  # type: ignore[index]
-            LIMIT=_largest(format.scale_dtype),
-            ROW_BYTES=row_bytes,
-            WORDS=words,
-            AWAY=away,
-            PRECISION=products(x.dtype, device),
-            LATE=by_token and rotation is not None and _two_bit_offsets(format),
-            INVERSE=_inverse(levels),
-            NATIVE=isinstance(_kernel, triton.JITFunction),
-            num_warps=warps,
-            enable_fp_fusion=False,
+            *plan.operands,
+            *(stages or plan.no_stages),
+            **plan.options,
         )
     return PackedGroups(packed, steps, zeros, None), facts
+
+
+class Plan(NamedTuple):
+    """What a launch has whatever the numbers in its tensors are.
+
+    counts: plain arguments before the results. operands: after them, the rotation's. word: packed
+    codes as the kernel stores them. no_stages: in the place of centroids where there are none.
+    """
+
+    kernel: Any
+    grid: tuple[int, int]
+    heads: int
+    counts: tuple[int, ...]
+    operands: tuple[Tensor | float | None, ...]
+    no_stages: tuple[int | None, ...]
+    packed_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    word: torch.dtype
+    zero_dtype: torch.dtype | None
+    options: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=256)
+def planned(
+    format: GroupFormat,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    alignment: int,
+    rotation: Rotation | None,
+    clustered: bool,
+    away: bool,
+    device: torch.device,
+) -> Plan:
+    """Kernel, grid and constants for tensors of a kind; kept, because finding them takes the host
+    as long as a launch."""
+    batch, heads, tokens, size = shape
+    by_token = format.axis == "token"
+    groups = size // format.group_size if by_token else size
+    lines = tokens if by_token else -(-tokens // format.group_size)
+    row_bytes = packed_length(size, bits=format.bits)
+    levels = reach(format.bits) if format.symmetric else (1 << format.bits) - 1
+    zero_dtype = None if format.symmetric else format.zero_dtype
+    common: dict[str, Any] = {
+        "heads": batch * heads,
+        "packed_shape": (batch, heads, tokens, row_bytes),
+        "shape": (batch, heads, lines, groups),
+        "zero_dtype": torch.float32
+        if format.zero_point == "integer" and zero_dtype
+        else zero_dtype,
+    }
+    options: dict[str, Any] = {
+        "ALIGN": alignment,
+        "D": size,
+        "LEVELS": levels,
+        "INVERSE": _inverse(levels),
+        "GROUP": format.group_size,
+        "ZERO_BF16": format.zero_dtype == torch.bfloat16,
+        "LIMIT": _largest(format.scale_dtype),
+        "NATIVE": isinstance(_kernel, triton.JITFunction),
+        "enable_fp_fusion": False,
+    }
+    turn: tuple[Tensor | float | None, ...] = (None, 1.0 / math.sqrt(size))
+    if rotation is not None:
+        turn = (signs(rotation, device=device, dtype=dtype), 1.0 / math.sqrt(size))
+    fits = dtype != torch.float32 and 32 <= size <= 128  # tile and matrix in shared memory
+    if fits and by_token and rotation is not None and _two_bit_offsets(format):
+        rows, programs, longest = turning.ROWS, TURNED_PROGRAMS, turning.LONGEST
+        kernel, word, operands = turning.turned, torch.int32, turn
+        options |= {"num_warps": turning.WARPS, "num_stages": turning.STAGES}
+    elif by_token and rotation is None and not clustered and _owned_by_threads(format, size):
+        rows = max(1, owning.GROUPS // _power(groups))
+        programs, longest = PROGRAMS, owning.LONGEST
+        kernel, word, operands = owning.owned, torch.int32, ()
+        options |= {"BG": _power(groups), "AWAY": away, "num_warps": owning.WARPS}
+    else:
+        return _general_plan(format, shape, dtype, rotation, clustered, away, device, turn,
+                             common, options)  # fmt: skip
+    blocks = -(-tokens // rows)
+    stretch = max(1, min(longest, blocks * batch * heads // programs))
+    return Plan(
+        kernel=kernel,
+        grid=(-(-blocks // stretch), batch * heads),
+        counts=(heads, tokens, stretch, blocks),
+        operands=operands,
+        no_stages=(),
+        word=word,
+        options=options | {"BT": rows},
+        **common,
+    )
+
+
+def _general_plan(
+    format: GroupFormat,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    rotation: Rotation | None,
+    clustered: bool,
+    away: bool,
+    device: torch.device,
+    turn: tuple[Tensor | float | None, ...],
+    common: dict[str, Any],
+    options: dict[str, Any],
+) -> Plan:
+    """That of the kernel that takes everything."""
+    batch, heads, tokens, size = shape
+    by_token = format.axis == "token"
+    block = max(16, _power(size))
+    elements = BLOCK_ELEMENTS if rotation is None else ROTATED_ELEMENTS
+    elements = CLUSTERED_ELEMENTS if clustered else elements
+    warps = WARPS if rotation is None else ROTATED_WARPS
+    rows = max(16, min(128, elements // block)) if by_token else format.group_size
+    blocks = -(-tokens // rows)
+    stretch = max(1, min(LONGEST, blocks * batch * heads // PROGRAMS))
+    row_bytes = common["packed_shape"][3]
+    words = format.bits != 3 and row_bytes % 2 == 0
+    return Plan(
+        kernel=_kernel,
+        grid=(-(-blocks // stretch), batch * heads),
+        counts=(heads, tokens, common["shape"][2], stretch, blocks),
+        operands=turn,
+        no_stages=(None, None, 1),
+        word=torch.int16 if words else torch.uint8,
+        options=options
+        | {
+            "BD": block,
+            "BT": rows,
+            "BITS": format.bits,
+            "BY_TOKEN": by_token,
+            "ZERO": 0 if format.symmetric else _ZERO[format.zero_point],
+            "STEP": _STEP[format.scale_dtype],  # type: ignore[index]
+            "ROW_BYTES": row_bytes,
+            "WORDS": words,
+            "AWAY": away,
+            "PRECISION": products(dtype, device),
+            "LATE": by_token and rotation is not None and _two_bit_offsets(format),
+            "num_warps": CLUSTERED_WARPS if clustered else warps,
+        },
+        **common,
+    )
 
 
 _STEP = {E4M3: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -380,19 +423,21 @@ def _half(x):
     return x.to(tl.float16).to(tl.float32)
 
 
-def _zeros(shape: tuple[int, ...], format: GroupFormat, device: torch.device) -> Tensor | None:
-    if format.symmetric:
-        return None
-    integer = format.zero_point == "integer"
-    return torch.empty(shape, dtype=torch.float32 if integer else format.zero_dtype, device=device)
-
-
 def _facts(found: Tensor, format: GroupFormat) -> Facts:
-    """Of all heads, from the bits of their numbers ``[B H, 4]``."""
-    limits = torch.finfo(format.scale_dtype)  # type: ignore[arg-type]
-    heads = found.cpu().view(torch.float32)
-    _, magnitude, offset, code = heads.amax(0).tolist()
-    peaks = heads[:, 0].tolist()
-    overflow = any(peak > limits.max for peak in peaks)
-    small = any(0 < peak < limits.smallest_normal for peak in peaks)
+    """Of all heads, from the bits of their numbers ``[B H, 4]``, which are ordered as they are."""
+    peaks, sizes, offsets, codes = zip(*found.tolist(), strict=True)
+    least, most = _normal_bits(format.scale_dtype)
+    magnitude, offset, code = struct.unpack(
+        "3f", struct.pack("3i", max(sizes), max(offsets), max(codes))
+    )
+    overflow = most < max(peaks)
+    small = any(0 < peak < least for peak in peaks)
     return Facts(magnitude, offset, code, float(overflow or small), float(overflow))
+
+
+@functools.lru_cache(maxsize=8)
+def _normal_bits(dtype: torch.dtype | None) -> tuple[int, int]:
+    """The bits of the smallest normal and the largest number of a dtype, as float32."""
+    limits = torch.finfo(dtype)  # type: ignore[arg-type]
+    least, most = struct.unpack("2i", struct.pack("2f", limits.smallest_normal, limits.max))
+    return least, most

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from videokv.kernels.pack_codes import pack
+from videokv.kernels.pack_codes import pack, unpack
 from videokv.kernels.quantize_groups.layout import quotient
 from videokv.kernels.quantize_two_level.layout import BITS, TOP, TwoLevelCodes, head_scale
 
@@ -34,3 +34,13 @@ def encode(x: Tensor, widest: Tensor, *, group_size: int) -> TwoLevelCodes:
         steps=steps.to(torch.uint8).squeeze(-1),
         scale=scale.squeeze(-1),
     )
+
+
+def error(x: Tensor, codes: TwoLevelCodes, *, group_size: int) -> Tensor:
+    """What the codes of float32 ``x`` lack: x - Delta (code - zero)."""
+    groups = x.unflatten(-1, (-1, group_size))
+    numbers = unpack(codes.packed, bits=BITS, count=x[0, 0].numel()).float().view(groups.shape)
+    zeros = unpack(codes.zeros, bits=BITS, count=codes.steps[0, 0].numel()).float()
+    steps = codes.steps.float() * codes.scale.float()
+    numbers.sub_(zeros.view(steps.shape).unsqueeze(-1)).mul_(steps.unsqueeze(-1))
+    return torch.sub(groups, numbers, out=numbers).view(x.shape)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,72 +12,77 @@ from torch import Tensor
 
 from videokv.kernels.assign_centroids.layout import Clusters
 from videokv.kernels.blocks import row_alignment
+from videokv.kernels.code_repair.triton import columns, repair_rows
 from videokv.kernels.gpu import on_device
 from videokv.kernels.numbers import round_even
-from videokv.kernels.quantize_two_level.layout import TOP, TwoLevelCodes, head_scale
+from videokv.kernels.quantize_two_level.layout import TOP, TwoLevelCodes
+from videokv.kernels.subspace_iteration.layout import Directions
 
 BLOCK_ELEMENTS = 4096
-_COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids", "blocks"]
-
-
-def spans(x: Tensor, clusters: Clusters | None, *, group_size: int) -> Tensor:
-    """See ``reference.spans``; infinite where x is not finite."""
-    blocks = triton.cdiv(x.shape[2], _rows(x))
-    found = torch.empty(*x.shape[:2], blocks, 1, device=x.device)
-    _launch(_spans, x, clusters, group_size, (found,))
-    return found.amax(2, keepdim=True)
+WARPS = 4
+_COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids"]
 
 
 def encode(
-    x: Tensor, clusters: Clusters | None, widest: Tensor, *, group_size: int
-) -> TwoLevelCodes:
-    """See ``reference.encode``."""
-    batch, heads, tokens, size = x.shape
-    groups = size // group_size
-    options = {"dtype": torch.uint8, "device": x.device}
-    packed = torch.empty(batch, heads, tokens * size // 4, **options)  # type: ignore[call-overload]
-    zeros = torch.empty(batch, heads, -(-tokens * groups // 4), **options)  # type: ignore[call-overload]
-    steps = torch.empty(batch, heads, tokens, groups, **options)  # type: ignore[call-overload]
-    scale = head_scale(widest).contiguous()
-    words = packed.view(torch.int16)  # eight codes each
-    _launch(_encode, x, clusters, group_size, (scale, words, zeros, steps))
-    return TwoLevelCodes(packed, zeros, steps, scale)
-
-
-def _launch(
-    kernel: triton.JITFunction,
     x: Tensor,
     clusters: Clusters | None,
+    *,
     group_size: int,
-    results: tuple[Tensor, ...],
-) -> None:
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    directions: Directions | None = None,
+) -> tuple[TwoLevelCodes, tuple[Tensor, Tensor] | None, Tensor]:
+    """See ``reference.encode``; with directions codes and scales of ``code_repair``, and the facts:
+    int32 ``[2, B H]``, the bits of each head's widest range (infinite where x is not finite) and
+    its repaired rows. Never synchronises."""
     batch, heads, tokens, size = x.shape
-    rows = _rows(x)
-    blocks = triton.cdiv(tokens, rows)
-    with on_device(x.device):
-        kernel[(blocks, batch * heads)](
-            x,
-            *x.stride()[:3],
-            None if clusters is None else clusters.ids.contiguous(),
-            None if clusters is None else clusters.table.contiguous(),
-            1 if clusters is None else clusters.table.shape[2],
-            heads,
-            tokens,
-            blocks,
-            *results,
-            ALIGN=row_alignment(x),
-            D=size,
-            BT=rows,
-            GROUP=group_size,
-            TOP=TOP,
-            num_warps=8,
-            enable_fp_fusion=False,
+    groups = size // group_size
+    options: Any = {"dtype": torch.uint8, "device": x.device}
+    packed = torch.empty(batch, heads, tokens * size // 4, **options)
+    zeros = torch.empty(batch, heads, -(-tokens * groups // 4), **options)
+    steps = torch.empty(batch, heads, tokens, groups, **options)
+    scale = torch.empty(batch, heads, 1, 1, dtype=torch.float16, device=x.device)
+    facts = torch.zeros(2, batch * heads, dtype=torch.int32, device=x.device)
+    repair: tuple[Tensor, Tensor] | None = None
+    operands: tuple[Tensor | None, ...] = (None,) * 5
+    rank = 0
+    if directions is not None:
+        rank = directions.basis.shape[3]
+        repair = (
+            torch.empty(batch, heads, tokens, rank, dtype=torch.int8, device=x.device),
+            torch.empty(batch, heads, tokens, 1, dtype=torch.float16, device=x.device),
         )
+        operands = (*(operand.contiguous() for operand in directions), *repair)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows = max(16, BLOCK_ELEMENTS // size)
+    grid = (-(-tokens // rows), batch * heads)
+    table: tuple[Any, ...] = (None, None, 1)
+    if clusters is not None:
+        table = (clusters.ids.contiguous(), clusters.table.contiguous(), clusters.table.shape[2])
+    chunk = (x, *x.stride()[:3], *table, heads, tokens)
+    shape: Any = {"ALIGN": row_alignment(x), "D": size, "BT": rows, "GROUP": group_size, "TOP": TOP}
+    shape |= {"num_warps": WARPS, "enable_fp_fusion": False}
+    words = packed.view(torch.int16)  # eight codes each
+    with on_device(x.device):
+        _spans[grid](*chunk, facts, **shape)
+        _encode[grid](
+            *chunk,
+            facts,
+            scale,
+            words,
+            zeros,
+            steps,
+            *operands,
+            RANK=rank,
+            BR=columns(rank) if rank else 8,
+            **shape,
+        )
+    return TwoLevelCodes(packed, zeros, steps, scale), repair, facts
 
 
-def _rows(x: Tensor) -> int:
-    return max(16, BLOCK_ELEMENTS // x.shape[3])
+def read_facts(facts: Tensor) -> tuple[float, list[int]]:
+    """The widest range of all heads, and the repaired rows of each. Synchronises."""
+    spans, kept = facts.tolist()
+    widest: float = struct.unpack("f", struct.pack("i", max(spans)))[0]  # ordered as their bits
+    return widest, kept
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -88,8 +96,7 @@ def _spans(
     centroids,
     heads,
     tokens,
-    blocks,
-    found,
+    facts,
     ALIGN: tl.constexpr,
     D: tl.constexpr,
     BT: tl.constexpr,
@@ -104,7 +111,7 @@ def _spans(
     lost = tl.max(tl.max((values != values).to(tl.int32), 2), 1)
     widest = tl.max(tl.max(high - low, 1), 0)
     widest = tl.where(tl.max(lost, 0) > 0, float("inf"), widest)
-    tl.store(found + head * blocks + tl.program_id(0), widest)
+    tl.atomic_max(facts + head, widest.to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -118,16 +125,23 @@ def _encode(
     centroids,
     heads,
     tokens,
-    blocks,
+    facts,
     scale,
     packed,
     zeros,
     steps,
+    basis,
+    seen,
+    quadratic,
+    repairs,
+    repair_scales,
     ALIGN: tl.constexpr,
     D: tl.constexpr,
     BT: tl.constexpr,
     GROUP: tl.constexpr,
     TOP: tl.constexpr,
+    RANK: tl.constexpr,
+    BR: tl.constexpr,
 ):
     groups: tl.constexpr = D // GROUP
     head = tl.program_id(1).to(tl.int64)
@@ -137,7 +151,12 @@ def _encode(
     values = tl.reshape(values, [BT, groups, GROUP])
     low, high = tl.minimum(tl.min(values, 2), 0.0), tl.maximum(tl.max(values, 2), 0.0)
     span = high - low
-    unit = tl.load(scale + head).to(tl.float32)
+    # As ``layout.head_scale``.
+    unit = tl.div_rn(tl.load(facts + head).to(tl.float32, bitcast=True), TOP * 1.0)
+    unit = tl.maximum(tl.div_rn(unit, 255.0), 5.9604644775390625e-08).to(tl.float16)
+    if tl.program_id(0) == 0:
+        tl.store(scale + head, unit)
+    unit = unit.to(tl.float32)
     ideal = tl.div_rn(span, tl.full(span.shape, TOP, tl.float32))
     step = round_even(tl.div_rn(ideal, tl.zeros(span.shape, tl.float32) + unit))
     step = tl.where(span > 0, tl.minimum(tl.maximum(step, 1.0), 255.0), 0.0)
@@ -161,11 +180,23 @@ def _encode(
     group = tl.arange(0, groups)
     tl.store(steps + row[:, None] * groups + group[None, :], step.to(tl.uint8), mask=live[:, None])
     # Zero points of all tokens in a row: four a byte, whole bytes in each block of 16 tokens.
+    shift = zero[:, :, None]
     zero = tl.where(live[:, None], zero, 0.0).to(tl.int32)
     byte = tl.sum(tl.reshape(zero, [BT * groups // 4, 4]) << shifts[None, :], 1)
     head_bytes = (tokens.to(tl.int64) * groups + 3) // 4
     place = tl.program_id(0) * (BT * groups // 4) + tl.arange(0, BT * groups // 4)
     tl.store(zeros + head * head_bytes + place, byte.to(tl.uint8), mask=place < head_bytes)
+    if RANK > 0:
+        numbers = tl.reshape(codes, [BT, groups, GROUP]).to(tl.float32)
+        real = (step * unit)[:, :, None]
+        error = tl.reshape(
+            values - (numbers - tl.broadcast_to(shift, numbers.shape)) * real, [BT, D]
+        )
+        kept = facts + tl.num_programs(1)
+        repair_rows(
+            error, basis, seen, quadratic, repairs, repair_scales, kept, head, row, live,
+            D, D, BT, RANK, BR,
+        )  # fmt: skip
 
 
 @triton.jit

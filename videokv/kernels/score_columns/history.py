@@ -8,6 +8,7 @@ the first read after a commit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,30 +24,41 @@ WIDEST_SHARE = 8  # kept weights of a row take at most the bytes of 1/8 of its k
 
 @dataclass(frozen=True, eq=False)
 class ChunkColumns:
-    """Weights ``[B, Hkv, T, F]`` of a chunk's maps side by side; without noise None."""
+    """Weights ``[B, Hkv, T, F]`` of a chunk's maps side by side, ``counts`` columns each; without
+    noise None."""
 
     weights: Tensor | None = None
     maps: tuple[QueryMap, ...] = ()
+    counts: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes held, those of forgotten rows included."""
         return 0 if self.weights is None else self.weights.untyped_storage().nbytes()
 
+    @functools.cached_property
+    def places(self) -> tuple[Tensor, ...]:
+        """The weights of each map, views."""
+        if self.weights is None:
+            return ()
+        return (self.weights,) if len(self.counts) == 1 else self.weights.split(self.counts, 3)
+
     def after(self, rows: int) -> ChunkColumns:
         """Without the first ``rows``, which were forgotten; a view."""
         if self.weights is None or not rows:
             return self
-        return ChunkColumns(self.weights[:, :, rows:], self.maps)
+        return ChunkColumns(self.weights[:, :, rows:], self.maps, self.counts)
 
 
 @dataclass(frozen=True, eq=False)
 class HistoryRows:
-    """tokens: rows of a segment. weights, maps: its own; no weights without noise."""
+    """tokens: rows of a segment. weights, maps: its own; no weights without noise. places: the
+    weights of each map."""
 
     tokens: int
     weights: Tensor | None = None
     maps: tuple[QueryMap, ...] = ()
+    places: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +109,15 @@ class History:
         if budget not in self._calls:
             if self.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
-            fits = first_fit([r.maps for r in self.rows], head_dim=self.head_dim, budget=budget)
-            self._calls[budget] = tuple(self._call(*fit) for fit in fits)
+            self._calls[budget] = tuple(self._call(*fit) for fit in self._fits(budget))
         return self._calls[budget]
+
+    def _fits(self, budget: int) -> list[tuple[tuple[int, ...], tuple[QueryMap, ...]]]:
+        """See ``first_fit``; maps that give the same features are one object here."""
+        maps = tuple({id(m): m for rows in self.rows for m in rows.maps}.values())
+        if sum(self.head_dim // m.group_size for m in maps) <= budget:
+            return [(tuple(range(len(self.rows))), maps)]
+        return first_fit([r.maps for r in self.rows], head_dim=self.head_dim, budget=budget)
 
     def _call(self, numbers: tuple[int, ...], maps: tuple[QueryMap, ...]) -> HistoryCall:
         starts, columns = {}, 0
@@ -172,16 +190,16 @@ def chunk_columns(
     batch, heads, size = shape
     held = torch.float32 if dtype == torch.float16 else dtype
     terms = _by_map(noise)
-    counts = [size // query_map.group_size for query_map, _ in terms]
+    counts = tuple(size // query_map.group_size for query_map, _ in terms)
     if any(term.exact for term in noise):
         return None
     if sum(counts) * held.itemsize * WIDEST_SHARE > size * dtype.itemsize:
         return None
     weights = noise[0].weights.new_empty(batch, heads, tokens, sum(counts), dtype=held)
-    places = (weights,) if len(counts) == 1 else weights.split(counts, 3)
-    for place, (_, parts) in zip(places, terms, strict=True):
+    made = ChunkColumns(weights, tuple(query_map for query_map, _ in terms), counts)
+    for place, (_, parts) in zip(made.places, terms, strict=True):
         place.copy_(sum(parts[1:], parts[0]))
-    return ChunkColumns(weights, tuple(query_map for query_map, _ in terms))
+    return made
 
 
 def history_from(
@@ -192,7 +210,7 @@ def history_from(
     rows = []
     for tokens, columns in segments:
         own = tuple(_known(query_map, maps) for query_map in columns.maps)
-        rows.append(HistoryRows(tokens, columns.weights, own))
+        rows.append(HistoryRows(tokens, columns.weights, own, columns.places))
     if not maps:
         return None
     history = History(tuple(rows), shape, sum(columns.nbytes for _, columns in segments))
@@ -221,13 +239,9 @@ def _by_map(noise: Sequence[ScoreNoise]) -> list[tuple[QueryMap, list[Tensor]]]:
 def _noise(history: History, number: int) -> tuple[ScoreNoise, ...]:
     """Of a segment, views of its weights."""
     rows = history.rows[number]
-    if rows.weights is None:
-        return ()
-    counts = [history.head_dim // query_map.group_size for query_map in rows.maps]
-    places = (rows.weights,) if len(counts) == 1 else rows.weights.split(counts, 3)
     return tuple(
         HistoryNoise(place, query_map, False, history, number)
-        for place, query_map in zip(places, rows.maps, strict=True)
+        for place, query_map in zip(rows.places, rows.maps, strict=True)
     )
 
 
@@ -297,4 +311,6 @@ def stacked_bases(maps: Sequence[QueryMap], *, batch: int, heads: int) -> Tensor
         else b
         for b in held
     ]
-    return torch.stack([b.mT for b in padded]).contiguous()
+    # Rows of numbers are joined by one launch, tensors of five dimensions by one each.
+    whole = torch.stack([b.reshape(-1) for b in padded])
+    return whole.view(len(held), *padded[0].shape).mT.contiguous()

@@ -2,9 +2,9 @@
 
 A projection takes one direction of the basis after the other off the queries, in float32: numbers
 cancel there, and a product of a block with a basis is too narrow for ``tl.dot`` (Triton 3.6
-compiled one 16 wide for compute capability 9.0 so that it read beyond shared memory). A rotation is
-a TF32 product of factors that are exact in it (16-bit queries, Hadamard signs of a power of two);
-what a projection left is rounded to 2^-11 before it is rotated.
+compiled one 16 wide for compute capability 9.0 so that it read beyond shared memory). A rotation of
+16-bit queries by Hadamard signs of a power of two is a product in 16 bits, which are exact; other
+rotations are TF32 products: what a projection left is rounded to 2^-11 before it is rotated.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def widen_query(
     out = query.new_empty(batch, heads, rows, width)
     turn = maps[0].transform
     matrix = None
+    native = bases is None and size & (size - 1) == 0
     if isinstance(turn, Rotation):
-        matrix = signs(turn, device=query.device, dtype=torch.float32)
+        kind = query.dtype if native else torch.float32
+        matrix = signs(turn, device=query.device, dtype=kind)
     shrink = 1.0 if turn is None else 1.0 / size  # the matrix is H sqrt(D)
     with on_device(query.device):
         _widen[(triton.cdiv(rows, ROWS), batch * heads)](
@@ -76,6 +78,7 @@ def widen_query(
             GROUP=maps[0].group_size,
             RANK=1 if bases is None else bases.shape[3],
             UNROLL=UNROLLED,
+            NATIVE=native,
             EXACT=products(query.dtype, query.device),
             num_warps=WARPS,
             num_stages=1,
@@ -89,7 +92,7 @@ def _widen(
     maps, projected_maps, fourth_maps,
     D: tl.constexpr, BD: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr, BM: tl.constexpr,
     FOURTH: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, UNROLL: tl.constexpr,
-    EXACT: tl.constexpr,
+    NATIVE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(1).to(tl.int64)
     batch, head = line // heads, line % heads
@@ -114,7 +117,7 @@ def _widen(
         kv_heads = heads // group
         lines = tl.num_programs(1) // heads * kv_heads
         basis = bases + (batch * kv_heads + head // group) * (D * RANK)
-    turn = x
+    turn = held
     if matrix is not None:
         square = matrix + channel[None, :] * D + channel[:, None]
         within = (channel < D)[None, :] & (channel < D)[:, None]
@@ -132,7 +135,10 @@ def _widen(
                     seen -= share[:, None] * along[None, :]
                 basis += lines.to(tl.int64) * (D * RANK)
         if matrix is not None:
-            seen = tl.dot(seen, turn, input_precision=EXACT)
+            if NATIVE:
+                seen = tl.dot(held, turn, input_precision=EXACT)
+            else:
+                seen = tl.dot(seen, turn, input_precision=EXACT)
         powers = seen * seen
         weight = second
         if FOURTH:

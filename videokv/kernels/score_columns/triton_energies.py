@@ -7,6 +7,8 @@ directions of all maps stand side by side as one operand, 64 columns wide, so th
 queries needs two products a group where the direct way takes each direction off each query in turn
 (0.10 ms for six maps of rank 8; this is what QuantWM's chunks need). Products of 16-bit queries and
 BF16 bases are exact; what is left after the subtraction is right to 2^-22 of the query's energy.
+Tokens without repair have a map without a basis: it may stand anywhere among the others and takes
+nothing off.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ ROWS = 64
 WARPS = 4
 COLUMNS = 64  # directions of all maps, each map's padded to a power of two
 MOST_GROUPS = 2
-_COUNTS = ["heads", "group", "rows", "maps"]
+_COUNTS = ["heads", "group", "rows", "maps", "bare"]
 
 
 def serves(query: Tensor, maps: Sequence[QueryMap], bases: Tensor | None) -> bool:
-    """Whether all maps are such: projected, not rotated, squares, one or two groups a head."""
+    """Whether all maps are such: projected (but one), not rotated, squares, one or two groups a
+    head."""
     size, group = query.shape[3], maps[0].group_size
-    plain = all(m.basis is not None and m.transform is None and m.power == 2 for m in maps)
-    if bases is None or not plain:
+    plain = all(m.transform is None and m.power == 2 for m in maps)
+    if bases is None or not plain or len(_bare(maps)) > 1:
         return False
     if bases.dtype != torch.bfloat16 and query.dtype != torch.float32:
         return False
@@ -40,10 +43,15 @@ def serves(query: Tensor, maps: Sequence[QueryMap], bases: Tensor | None) -> boo
     return fits and group >= 16 and size % group == 0 and size // group <= MOST_GROUPS
 
 
+def _bare(maps: Sequence[QueryMap]) -> list[int]:
+    """The maps without a basis."""
+    return [number for number, m in enumerate(maps) if m.basis is None]
+
+
 def widen_query(
     query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int, bases: Tensor
 ) -> Tensor:
-    """See the package; bases ``[maps, B, Hkv, r, D]``."""
+    """See the package; bases ``[maps that have one, B, Hkv, r, D]``."""
     query = query if query.stride(3) == 1 else query.contiguous()
     batch, heads, rows, size = query.shape
     out = query.new_empty(batch, heads, rows, width)
@@ -58,6 +66,7 @@ def widen_query(
             heads // bases.shape[2],
             rows,
             len(maps),
+            next(iter(_bare(maps)), len(maps)),
             D=size,
             WIDTH=width,
             BW=triton.next_power_of_2(max(1, width - size)),
@@ -75,7 +84,7 @@ def widen_query(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _widen(
-    q, q_b, q_h, q_m, out, bases, weight, heads, group, rows, maps,
+    q, q_b, q_h, q_m, out, bases, weight, heads, group, rows, maps, bare,
     D: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr,
     RANK: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -96,12 +105,12 @@ def _widen(
     tl.store(target + D + spare[None, :], nothing, mask=live[:, None] & empty[None, :])
 
     first, first_basis, first_share = _group(
-        source, target, basis, lines, live, maps, 0, GROUP, D, RANK, BR, BN, EXACT
+        source, target, basis, lines, live, maps, bare, 0, GROUP, D, RANK, BR, BN, EXACT
     )
     shares = first_share
     if GROUPS == 2:
         second, second_basis, second_share = _group(
-            source, target, basis, lines, live, maps, GROUP, GROUP, D, RANK, BR, BN, EXACT
+            source, target, basis, lines, live, maps, bare, GROUP, GROUP, D, RANK, BR, BN, EXACT
         )
         shares += second_share
     energies = _energies(first, first_basis, first_share, shares, BR, BN, EXACT, SPLIT)
@@ -113,7 +122,7 @@ def _widen(
 
 @triton.jit
 def _group(
-    source, target, basis, lines, live, maps, start: tl.constexpr, GROUP: tl.constexpr,
+    source, target, basis, lines, live, maps, bare, start: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Channels of a group (copied on the way), those of all directions, their products."""
@@ -122,8 +131,9 @@ def _group(
     number, direction = column // BR, column % BR
     x = tl.load(source + channel[None, :], mask=live[:, None], other=0.0)
     tl.store(target + channel[None, :], x, mask=live[:, None])
-    place = basis + number[None, :] * (lines * (D * RANK)) + direction[None, :] * D
-    some = (number < maps) & (direction < RANK)
+    held = number - (number > bare).to(tl.int32)  # of the maps that have a basis
+    place = basis + held[None, :] * (lines * (D * RANK)) + direction[None, :] * D
+    some = (number < maps) & (number != bare) & (direction < RANK)
     span = tl.load(place + channel[:, None], mask=some[None, :], other=0.0).to(x.dtype)
     return x, span, tl.dot(x, span, input_precision=EXACT)
 

@@ -1,0 +1,77 @@
+"""Where "auto" takes our kernel for Hopper before stock ones, and where it does not."""
+
+import pytest
+import torch
+
+from videokv.attention import attend, explain_choice, stock_kernels, triton
+from videokv.attention.choose import own_first
+from videokv.protocols import Segment
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+def _call(rows: int = 200, *, packed: bool = True, device: str = "cpu"):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: int) -> torch.Tensor:
+        drawn = torch.randn(1, 2, tokens, 128, generator=generator)
+        return drawn.to(device, torch.bfloat16)
+
+    past = Segment(draw(300), draw(300), packed=packed)
+    return draw(rows), [past, Segment(draw(rows), draw(rows))]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As on a Hopper GPU whose own kernel serves the call, without FlashAttention-4."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton.BACKEND, "refusal", lambda query, segments: None)
+    monkeypatch.setattr(triton.BACKEND, "kernel", lambda query, segments: "gluon")
+    monkeypatch.setattr(stock_kernels, "has_fa4", lambda: False)
+
+
+def _elsewhere(query: torch.Tensor) -> torch.Tensor:
+    return query.as_subclass(Elsewhere)
+
+
+def test_taken_where_it_is_the_fastest(hopper) -> None:
+    query, segments = _call()
+    assert "faster than stock" in str(own_first(_elsewhere(query), segments))
+
+
+@pytest.mark.parametrize("other", ["few rows", "dense", "ampere", "fa4", "triton", "refused"])
+def test_not_taken_elsewhere(hopper, monkeypatch, other: str) -> None:
+    query, segments = _call(100 if other == "few rows" else 200, packed=other != "dense")
+    if other == "ampere":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    if other == "fa4":
+        monkeypatch.setattr(stock_kernels, "has_fa4", lambda: True)
+    if other == "triton":
+        monkeypatch.setattr(triton.BACKEND, "kernel", lambda query, segments: "triton")
+    if other == "refused":
+        monkeypatch.setattr(triton.BACKEND, "refusal", lambda query, segments: "it cannot")
+    assert own_first(_elsewhere(query), segments) is None
+
+
+def test_never_on_a_cpu() -> None:
+    query, segments = _call()
+    assert own_first(query, segments) is None
+    assert explain_choice(query, segments).backend == "sdpa"
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_the_same_result_on_hopper() -> None:
+    query, segments = _call(device="cuda")
+    with stock_kernels.left_out("fa4"):
+        choice = explain_choice(query, segments)
+        assert choice.backend == "triton" and "Hopper" in choice.why
+        out, lse = attend(query, segments, need_lse=True)
+    want, want_lse = attend(query, segments, need_lse=True, backend="eager")
+    assert float((out.double() - want.double()).norm() / want.double().norm()) < 1e-2
+    torch.testing.assert_close(lse, want_lse.to(lse.dtype), atol=1e-2, rtol=1e-2)
