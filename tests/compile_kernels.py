@@ -156,6 +156,14 @@ def _cases() -> dict:
         else:
             in_gluon.triton_words.split_attention([call], fast=True)
 
+    def hopper(*, narrow: bool, columns: int, ahead: bool) -> None:
+        """Only for 9.0, and only where Triton has this Gluon."""
+        from test_gluon_attention import make_call
+
+        from videokv.kernels.attend import hopper as kernel
+
+        kernel.attend(make_call(4, 2, 200, 300, 77, columns, narrow=narrow), ahead=ahead)
+
     def fit(dtype: torch.dtype, size: int, features: int) -> None:
         queries, true, noisy = (torch.ones(1, 2, 70, size, dtype=dtype) for _ in range(3))
         phi, weights = torch.ones(1, 2, 70, features), torch.ones(1, 2, 70, features)
@@ -185,6 +193,11 @@ def _cases() -> dict:
         "attend": partial(attention.kernel.attend, call, tile=tile),
         "attend fp8": partial(attention.kernel.attend, fp8, tile=tile),
         "attend values in fp8": partial(attention.kernel.attend, values8, tile=tile),
+        **{
+            f"attend on Hopper{words}": partial(hopper, narrow=narrow, columns=16, ahead=ahead)
+            for words, narrow, ahead in (("", False, True), (", values in fp8", True, False))
+        },
+        "attend on Hopper without columns": partial(hopper, narrow=False, columns=0, ahead=True),
         "score columns": partial(
             columns.widen_query,
             call.query,
@@ -289,7 +302,7 @@ def main(capability: int) -> None:
         if getattr(module, "products", None) is gpu.products:
             module.products = lambda dtype, device: gpu_products.get(dtype, "tf32")
     for name, run in _cases().items():
-        if capability < 89 and "fp8" in name:
+        if capability < 89 and "fp8" in name or capability != 90 and "Hopper" in name:
             continue
         with compiled_for(capability) as found:
             run()

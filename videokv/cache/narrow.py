@@ -34,7 +34,8 @@ class NarrowBuffer:
         keys, values = current.keys, current.values
         batch, heads, _, size = keys.shape
         room = -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
-        self._keys = keys.new_empty(batch, heads, tokens, size + SPARE_CHANNELS)[..., :size]
+        wide = keys.new_empty(batch, heads, room, size + SPARE_CHANNELS)
+        self._keys = wide[:, :, :tokens, :size]
         turned = values.new_empty(batch, heads, values.shape[3], room, dtype=E4M3)
         self._values = turned.mT[:, :, :tokens]
         self.value_scale = torch.where(peak > SMALLEST_PEAK, peak.float() / E4M3_MAX, 1.0)

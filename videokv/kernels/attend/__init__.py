@@ -21,7 +21,7 @@ from torch import Tensor
 from videokv.kernels.attend import reference
 from videokv.kernels.attend.call import Call, Rows
 from videokv.kernels.attend.tiles import Tile, choose_tile
-from videokv.kernels.gpu import checked_refusal, disagreement, machine_refusal
+from videokv.kernels.gpu import checked_refusal, disagreement, machine_refusal, say_once
 from videokv.tensors import E4M3, E4M3_MAX
 
 __all__ = [
@@ -31,7 +31,9 @@ __all__ = [
     "Rows",
     "Tile",
     "attend",
+    "gluon_refusal",
     "kernel_refusal",
+    "served_by",
     "to_e4m3",
 ]
 
@@ -39,6 +41,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_COLUMNS = 256
 FP8_CAPABILITY = (8, 9)
+_HOPPER = 9
+_FEW_ROWS = 64  # queries up to which small blocks of the Triton kernel do less for nothing
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 _FP8_TOLERANCE = 5e-2
 
@@ -46,17 +50,64 @@ _FP8_TOLERANCE = 5e-2
 def attend(call: Call, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Output ``[B, Hq, M, Dv]`` in the query's dtype and lse float32 ``[B, Hq, M]``.
 
-    By the kernel where ``kernel_refusal`` finds no reason against it, else by the reference. tile:
-    of the kernel, for tuning; None takes the largest that the device's shared memory holds.
+    By the Gluon kernel on Hopper where ``gluon_refusal`` finds no reason against it, else by the
+    Triton kernel, else by the reference. tile: of the Triton kernel, which then serves the call;
+    None takes the largest that the device's shared memory holds.
     """
-    if kernel_refusal(call) is not None:
+    kernel = served_by(call)
+    if tile is None and kernel == "gluon":
+        found: tuple[Tensor, Tensor] = _hopper().attend(call)
+        return found
+    if tile is None and kernel != "triton":
         return reference.attend(call)
     out: tuple[Tensor, Tensor] = _kernel().attend(call, tile=tile or device_tile(call))
     return out
 
 
+def served_by(call: Call) -> str:
+    """``gluon``, ``triton``, or why neither kernel serves the call."""
+    reason = _unfit(call)
+    if reason is not None:
+        return reason
+    if gluon_refusal(call) is None:
+        return "gluon"
+    return _triton_refusal(call) or "triton"
+
+
+def gluon_refusal(call: Call) -> str | None:
+    """Why the Gluon kernel does not serve this call, or None; a first use is checked here.
+
+    Said once where a Hopper GPU lacks it: Gluon is an experimental part of Triton.
+    """
+    query = call.query
+    reason = machine_refusal(query.device)
+    if reason is not None:
+        return reason
+    capability = torch.cuda.get_device_capability(query.device)
+    if capability[0] != _HOPPER:
+        return f"it is made for compute capability {_HOPPER}, this is {capability}"
+    if query.shape[2] <= _FEW_ROWS:
+        return f"it is made for more than {_FEW_ROWS} queries, got {query.shape[2]}"
+    reason = _gluon_missing()
+    if reason is None:
+        reason = _hopper().refusal(call)
+        if reason is not None:
+            return str(reason)
+        check = functools.partial(_self_check, call, by_gluon=True)
+        reason = checked_refusal("attend by gluon", _config(call), query.device, check)
+    if reason is not None:
+        say_once(f"attention runs on the slower Triton kernel: {reason}")
+    return reason
+
+
 def kernel_refusal(call: Call) -> str | None:
-    """Why the Triton kernel does not serve this call, or None; a first use is checked here."""
+    """Why no kernel serves this call, or None; a first use is checked here."""
+    kernel = served_by(call)
+    return None if kernel in ("gluon", "triton") else kernel
+
+
+def _unfit(call: Call) -> str | None:
+    """What neither kernel takes, or None."""
     query = call.query
     if query.dtype not in DTYPES:
         return f"queries are one of {DTYPES}, got {query.dtype}"
@@ -71,9 +122,14 @@ def kernel_refusal(call: Call) -> str | None:
         return refusal
     if call.fp8 and torch.cuda.get_device_capability(query.device) < FP8_CAPABILITY:
         return f"E4M3 products need compute capability {FP8_CAPABILITY}"
+    return None
+
+
+def _triton_refusal(call: Call) -> str | None:
+    device = call.query.device
     if device_tile(call) is None:
-        return f"no tile fits into {shared_bytes(query.device)} bytes of shared memory"
-    return checked_refusal("attend", _config(call), query.device, lambda: _self_check(call))
+        return f"no tile fits into {shared_bytes(device)} bytes of shared memory"
+    return checked_refusal("attend", _config(call), device, lambda: _self_check(call))
 
 
 def device_tile(call: Call) -> Tile | None:
@@ -129,10 +185,13 @@ def _rows(call: Call) -> Rows:
     return rows
 
 
-def _self_check(call: Call) -> str | None:
+def _self_check(call: Call, *, by_gluon: bool = False) -> str | None:
     """Kernel against reference in float32 on the first heads and tokens of the call."""
     small = _corner(call)
-    got, got_lse = _kernel().attend(small, tile=device_tile(call))
+    if by_gluon:
+        got, got_lse = _hopper().attend(small)
+    else:
+        got, got_lse = _kernel().attend(small, tile=device_tile(call))
     want, want_lse = reference.attend(small)
     tolerance = _FP8_TOLERANCE if call.fp8 else _TOLERANCE[call.query.dtype]
     return disagreement(got, want, tolerance=tolerance) or disagreement(
@@ -171,3 +230,19 @@ def _kernel() -> Any:
     from videokv.kernels.attend import triton
 
     return triton
+
+
+@functools.lru_cache(maxsize=1)
+def _gluon_missing() -> str | None:
+    """Why Gluon cannot be had, or None. Its names change between releases of Triton."""
+    try:
+        _hopper()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the Triton kernel serves
+        return f"this Triton's Gluon is not as expected ({error!r:.200})"
+    return None
+
+
+def _hopper() -> Any:
+    from videokv.kernels.attend import hopper
+
+    return hopper
