@@ -171,7 +171,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu, "_verdicts", {})
     monkeypatch.setattr(room, "machine_refusal", lambda device: None)
     monkeypatch.setattr(room, "checked_refusal", lambda *given: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(room, "_capability", lambda device: (9, 0))
     room._gluon_missing.cache_clear()
     yield
     room._gluon_missing.cache_clear()

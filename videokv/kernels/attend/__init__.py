@@ -83,9 +83,8 @@ def gluon_refusal(call: Call) -> str | None:
     reason = machine_refusal(query.device)
     if reason is not None:
         return reason
-    capability = torch.cuda.get_device_capability(query.device)
-    if capability[0] != _HOPPER:
-        return f"it is made for compute capability {_HOPPER}, this is {capability}"
+    if _capability(query.device)[0] != _HOPPER:
+        return f"it is made for compute capability {_HOPPER}, not {_capability(query.device)}"
     if query.shape[2] <= _FEW_ROWS:
         return f"it is made for more than {_FEW_ROWS} queries, got {query.shape[2]}"
     reason = _gluon_missing()
@@ -120,7 +119,7 @@ def _unfit(call: Call) -> str | None:
     refusal = machine_refusal(query.device)
     if refusal is not None:
         return refusal
-    if call.fp8 and torch.cuda.get_device_capability(query.device) < FP8_CAPABILITY:
+    if call.fp8 and _capability(query.device) < FP8_CAPABILITY:
         return f"E4M3 products need compute capability {FP8_CAPABILITY}"
     return None
 
@@ -154,6 +153,11 @@ def shared_bytes(device: torch.device) -> int:
 
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """(0, 0) where Triton's interpreter stands in for a GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
