@@ -151,10 +151,7 @@ def _cases() -> dict:
 
     def packed_gluon(name: str, queries: int) -> None:
         call = packed.by_steps(in_gluon.call_of(name, queries=queries, dtype=bf16))
-        if in_gluon.triton_unbiased.serves(call):
-            in_gluon.triton_unbiased.split_attention(call, fast=True)
-        else:
-            in_gluon.triton_words.split_attention([call], fast=True)
+        in_gluon.triton_words.split_attention([call], fast=True)
 
     def hopper(*, narrow: bool, columns: int, ahead: bool) -> None:
         """Only for 9.0, and only where Triton has this Gluon."""
@@ -245,11 +242,8 @@ def _cases() -> dict:
             )
             for name, queries in (
                 ("rtn", 2),
-                ("rtn", 32),
+                ("rtn", 8),
                 ("symmetric", 2),
-                ("unbiased", 2),
-                ("unbiased", 32),
-                ("small", 2),
             )
         },
         "quantize rtn": partial(quantize, format=GroupFormat(2, 32)),

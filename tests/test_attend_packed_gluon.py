@@ -10,7 +10,6 @@ from videokv.kernels.attend_packed import PackedCall, reference
 from videokv.protocols import EncodeContext
 from videokv.quantizers.groupwise import Groupwise
 from videokv.quantizers.rotated import Rotated
-from videokv.quantizers.unbiased import Unbiased
 from videokv.tensors import GroupFormat, map_tensors
 
 pytest.importorskip("triton")
@@ -18,10 +17,8 @@ pytest.importorskip("triton.experimental.gluon")
 from gluon_on_cpu import Kernel  # noqa: E402
 
 from videokv.kernels.attend_packed import (  # noqa: E402
-    gluon_unbiased,
     gluon_words,
     triton,
-    triton_unbiased,
     triton_words,
 )
 
@@ -30,8 +27,6 @@ SIDES = {
     "rtn": (RTN, RTN),
     "symmetric": (Groupwise(GroupFormat(2, 32, symmetric=True)),) * 2,
     "quarot": (Rotated(RTN), Rotated(RTN)),
-    "unbiased": (Unbiased(3, label_bits=2, iterations=1), Unbiased(2, label_bits=2, iterations=1)),
-    "small": (Unbiased(2, label_bits=3, iterations=1),) * 2,
 }
 
 
@@ -48,30 +43,23 @@ def call_of(name, *, queries, tokens=75, dtype=torch.float16):
 
 @pytest.fixture
 def gluon(monkeypatch):
-    """Launches of both kernels run on the CPU where there is no GPU."""
-    for tuning in (triton_words.Fast, triton_unbiased.Fast):
-        monkeypatch.setattr(tuning, "programs", 4)
-        monkeypatch.setattr(tuning, "programs_of_more", 8)
+    """Launches run on the CPU where there is no GPU."""
+    monkeypatch.setattr(triton_words.Fast, "programs", 4)
+    monkeypatch.setattr(triton_words.Fast, "programs_of_more", 8)
     if DEVICE == "cpu":
-        modules = (gluon_words, gluon_unbiased)
-        for module in modules:
-            monkeypatch.setattr(module, "kernel", Kernel(modules, module.kernel))
+        kernel = Kernel((gluon_words,), gluon_words.kernel)
+        monkeypatch.setattr(gluon_words, "kernel", kernel)
 
 
 def merged(call):
-    if triton_unbiased.serves(call):
-        parts, lses, masses = triton_unbiased.split_attention(call, fast=True)
-        labels = masses, call.values.centres
-    else:
-        parts, lses = triton_words.split_attention([call], fast=True)
-        labels = None
-    return triton.merge(parts, lses, call.query, rotation=call.values.rotation, labels=labels)
+    parts, lses = triton_words.split_attention([call], fast=True)
+    return triton.merge(parts, lses, call.query, rotation=call.values.rotation)
 
 
 @pytest.mark.parametrize(
     ("name", "queries", "factors"),
     [("rtn", 1, None), ("rtn", 1, True), ("rtn", 10, False), ("symmetric", 1, True),
-     ("quarot", 5, False), ("unbiased", 1, None), ("unbiased", 10, True), ("small", 1, True)],
+     ("quarot", 5, False)],
 )  # fmt: skip
 def test_against_the_reference(name, queries, factors, gluon):
     call = call_of(name, queries=queries)
@@ -96,7 +84,6 @@ def test_queries_of_any_size(size, gluon):
 @pytest.mark.parametrize("name", SIDES)
 def test_they_are_chosen(name):
     call = by_steps(call_of(name, queries=1), factors=False)
-    if triton_unbiased.serves(call):
-        assert triton_unbiased._is_fast(call)
-    else:
-        assert triton_words._is_fast([call])
+    assert triton_words._is_fast([call])
+    call = by_steps(call_of(name, queries=10), factors=False)
+    assert not triton_words._is_fast([call])

@@ -9,9 +9,6 @@ What is left to do for each code is to make it an FP16 number, exactly.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -21,17 +18,14 @@ from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed.call import PackedCall
 from videokv.kernels.attend_packed.splits import (
     BLOCK_TOKENS,
-    FAST_TOLERANCE,
     LOG2_E,
     column_options,
     columns,
-    in_pairs,
-    joined,
     stretch_of,
 )
 from videokv.kernels.attend_packed.unbiased_query import LABELS, ready
 from videokv.kernels.blocks import code_words, in_words, labels_block, odd_block
-from videokv.kernels.gpu import checked_refusal, disagreement, on_device, products, say_once
+from videokv.kernels.gpu import on_device, products
 from videokv.kernels.numbers import exp2_codes
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
@@ -47,41 +41,20 @@ def serves(call: PackedCall) -> bool:
     )
 
 
-class Fast:
-    """Of ``gluon_unbiased``: programs in flight on a large GPU for up to 8 query rows of a KV head,
-    and for more (which need more registers), the most registers of a thread for up to 8, tokens of
-    a block, and blocks in shared memory."""
-
-    programs = 1584
-    programs_of_more = 1056
-    registers = 168
-    block = 32
-    stages = 4
-
-
-def split_attention(call: PackedCall, *, fast: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def split_attention(call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
     """parts ``[S, rows of all heads, Dv]`` in the coordinates of the values' codes, lses, and the
-    weights by label ``[S, rows, 16]``.
-
-    fast: by the kernel in Gluon; None: where it serves.
-    """
+    weights by label ``[S, rows, 16]``."""
     batch, heads, queries, _ = call.query.shape
     kv_heads, tokens = call.keys.shape[1:3]
     rows, every, value_dim = call.rows, batch * heads * queries, call.values.head_dim
-    fast = _chosen(call) if fast is None else fast
     stretch = stretch_of(tokens, batch * kv_heads)
-    if fast:
-        stretch = _stretch(tokens, batch * kv_heads, rows)
     splits = triton.cdiv(tokens, stretch)
     device = call.query.device
     sums = torch.empty(splits, every, value_dim, device=device)
     masses = torch.empty(splits, every, LABELS, device=device)
     lses = torch.empty(splits, every, device=device)
-    query, means, numbers = ready(call)
-    if fast:
-        _launch_fast(call, (query, means, numbers), (sums, masses, lses), stretch=stretch)
-        return sums, lses, masses
     extra_query, extra_keys = columns(call)
+    query, means, numbers = ready(call)
     with on_device(device):
         _kernel[(splits, batch * kv_heads)](
             query,
@@ -112,115 +85,6 @@ def split_attention(call: PackedCall, *, fast: bool | None = None) -> tuple[Tens
             enable_fp_fusion=True,
         )
     return sums, lses, masses
-
-
-def _stretch(tokens: int, heads: int, rows: int) -> int:
-    programs = Fast.programs if rows <= 8 else Fast.programs_of_more // triton.cdiv(rows, 16)
-    splits = max(1, programs // heads)
-    return -(-tokens // splits // Fast.block) * Fast.block
-
-
-def _launch_fast(
-    call: PackedCall, asked: Sequence[Tensor], found: Sequence[Tensor], *, stretch: int
-) -> None:
-    from videokv.kernels.attend_packed import gluon_unbiased
-
-    query, means, numbers = asked
-    keys, values = call.keys, call.values
-    assert keys.centres is not None and values.centres is not None
-    k_codes, *k_rest = _tensors(keys)
-    v_codes, *v_rest = _tensors(values)
-    splits, heads = found[0].shape[0], keys.shape[0] * keys.shape[1]
-    with on_device(call.query.device):
-        gluon_unbiased.kernel[(splits * triton.cdiv(call.rows, 16), heads)](
-            query,
-            means,
-            numbers,
-            numbers.shape[1],
-            k_codes.view(torch.int64) if keys.bits == 2 else k_codes,
-            *k_rest,
-            v_codes.view(torch.int32),
-            *v_rest,
-            *found,
-            call.scale * LOG2_E,
-            keys.tokens,
-            stretch,
-            K_BITS=keys.bits,
-            K_LABEL=keys.centres.label_bits,
-            V_LABEL=values.centres.label_bits,
-            BY_STEPS=call.by_steps,
-            ALL_ROWS=call.rows,
-            BN=Fast.block,
-            STAGES=Fast.stages,
-            num_warps=1,
-            maxnreg=Fast.registers if call.rows <= 8 else None,
-        )
-
-
-# Of keys: the values beside them, and by which kernel queries of a kind read both.
-_choices: weakref.WeakKeyDictionary[Parts, tuple[weakref.ref[Parts], dict[Hashable, bool]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _chosen(call: PackedCall) -> bool:
-    """``_is_fast``, found out once for a chunk (not in the capture of a graph)."""
-    kept = _choices.get(call.keys)
-    if kept is None or kept[0]() is not call.values:
-        kept = _choices[call.keys] = (weakref.ref(call.values), {})
-    no_columns = call.extra_query is None
-    key = (call.query.dtype, call.rows, call.by_steps, no_columns, Fast.stages)
-    if key not in kept[1]:
-        found = _is_fast(call)
-        if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return found
-        kept[1][key] = found
-    return kept[1][key]
-
-
-def _is_fast(call: PackedCall) -> bool:
-    """Whether the kernel in Gluon takes this call, and has shown that it is right."""
-    rows = call.rows
-    fits = (
-        in_pairs(call.query)
-        and call.extra_query is None
-        and (rows <= 16 or rows % triton.cdiv(rows, 16) == 0)
-        and call.keys.tokens >= Fast.block
-        and call.keys.bits in (2, 3)
-        and call.values.bits == 2
-        and all(map(_fits_fast, (call.keys, call.values)))
-    )
-    if not fits:
-        return False
-    config = (call.query.dtype, rows, call.by_steps, Fast.block, Fast.stages)
-    refusal = checked_refusal(
-        "attend_packed in Gluon",
-        (*config, call.keys.config(), call.values.config()),
-        call.query.device,
-        lambda: _fast_disagreement(call),
-    )
-    if refusal is not None:
-        say_once(f"packed chunks are read by the slower kernel: {refusal}")
-    return refusal is None
-
-
-def _fits_fast(parts: Parts) -> bool:
-    assert parts.centres is not None
-    aligned = parts.codes.is_contiguous() and parts.codes.data_ptr() % 16 == 0
-    return aligned and parts.head_dim == 128 and parts.centres.label_bits in (2, 3)
-
-
-def _fast_disagreement(call: PackedCall) -> str | None:
-    """What is wrong with the kernel in Gluon; the other one is checked where calls are refused."""
-    got, want = (split_attention(call, fast=fast) for fast in (True, False))
-    tolerance = FAST_TOLERANCE[call.query.dtype]
-    for what, number in (("the output", 0), ("the weights by label", 2)):
-        pair = [joined(each[number], each[1])[0] for each in (got, want)]
-        reason = disagreement(pair[0], pair[1], tolerance=tolerance, what=what)
-        if reason is not None:
-            return reason
-    sums = [each[1].logsumexp(0) for each in (got, want)]
-    return disagreement(sums[0], sums[1], tolerance=tolerance, what="the log-sum-exp")
 
 
 def _tensors(parts: Parts) -> list[Tensor]:

@@ -52,7 +52,7 @@ class Fast:
     registers = 168
     block = 32
     stages = 4
-    rows = 64
+    rows = 16
 
 
 def serves(call: PackedCall) -> bool:
