@@ -20,6 +20,7 @@ from videokv.kernels.subspace_iteration.layout import Directions
 
 BLOCK_ELEMENTS = 4096
 WARPS = 4
+REPAIR_WARPS = 8  # with 4 a thread needs 186 registers, and few programs run at once
 _COUNTS = ["x_b", "x_h", "heads", "tokens", "centroids"]
 
 
@@ -60,6 +61,7 @@ def encode(
     chunk = (x, *x.stride()[:3], *table, heads, tokens)
     shape: Any = {"ALIGN": row_alignment(x), "D": size, "BT": rows, "GROUP": group_size, "TOP": TOP}
     shape |= {"num_warps": WARPS, "enable_fp_fusion": False}
+    repairing = shape if directions is None else shape | {"num_warps": REPAIR_WARPS}
     words = packed.view(torch.int16)  # eight codes each
     with on_device(x.device):
         _spans[grid](*chunk, facts, **shape)
@@ -73,7 +75,7 @@ def encode(
             *operands,
             RANK=rank,
             BR=columns(rank) if rank else 8,
-            **shape,
+            **repairing,
         )
     return TwoLevelCodes(packed, zeros, steps, scale), repair, facts
 
