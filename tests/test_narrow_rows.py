@@ -169,13 +169,12 @@ def test_the_cache_hands_the_backend_narrow_rows(name, monkeypatch):
     pytest.importorskip("triton")
     if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs E4M3 products")
-    from videokv.kernels import attend as attend_room
-from videokv.kernels import gpu
+    from videokv.kernels import gpu
 
     if DEVICE == "cpu":
         monkeypatch.setattr(cache_module, "worth_gathering", lambda device: True)
         monkeypatch.setattr("videokv.kernels.attend.machine_refusal", lambda device: None)
-        monkeypatch.setattr(attend_room, "_capability", lambda device: (8, 9))
+        monkeypatch.setattr("videokv.kernels.attend._capability", lambda device: (8, 9))
     monkeypatch.setattr(gpu, "_verdicts", {})
     monkeypatch.setattr(FP8_BACKEND, "_verdicts", {})
     # The interpreter truncates where a GPU rounds, which the kernel's check of itself would refuse.
