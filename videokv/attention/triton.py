@@ -36,7 +36,7 @@ from videokv.kernels.attend import (
     MAX_COLUMNS,
     Call,
     Rows,
-    attend,
+    attempt,
     kernel_refusal,
     served_by,
     to_e4m3,
@@ -94,10 +94,10 @@ class TritonBackend:
         Raises ValueError with the reason where the kernel cannot serve the call.
         """
         call = self._call(query, segments, scale=scale, causal=causal)
-        reason = kernel_refusal(call)
-        if reason is not None:
-            raise ValueError(f"backend {self.name!r}: {reason}; use backend='auto'")
-        out, lse = attend(call)
+        found = attempt(call)
+        if isinstance(found, str):
+            raise ValueError(f"backend {self.name!r}: {found}; use backend='auto'")
+        out, lse = found
         return out, lse if need_lse else None
 
     def _call(

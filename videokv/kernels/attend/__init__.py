@@ -30,6 +30,7 @@ __all__ = [
     "Call",
     "Rows",
     "Tile",
+    "attempt",
     "attend",
     "gluon_refusal",
     "kernel_refusal",
@@ -54,14 +55,22 @@ def attend(call: Call, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     Triton kernel, else by the reference. tile: of the Triton kernel, which then serves the call;
     None takes the largest that the device's shared memory holds.
     """
+    if tile is not None:
+        out: tuple[Tensor, Tensor] = _kernel().attend(call, tile=tile)
+        return out
+    found = attempt(call)
+    return reference.attend(call) if isinstance(found, str) else found
+
+
+def attempt(call: Call) -> tuple[Tensor, Tensor] | str:
+    """``attend`` by a kernel, or why neither serves the call; looked at once for both."""
     kernel = served_by(call)
-    if tile is None and kernel == "gluon":
-        found: tuple[Tensor, Tensor] = _hopper().attend(call)
-        return found
-    if tile is None and kernel != "triton":
-        return reference.attend(call)
-    out: tuple[Tensor, Tensor] = _kernel().attend(call, tile=tile or device_tile(call))
-    return out
+    if kernel not in ("gluon", "triton"):
+        return kernel
+    by_gluon = kernel == "gluon"
+    found: tuple[Tensor, Tensor]
+    found = _hopper().attend(call) if by_gluon else _kernel().attend(call, tile=device_tile(call))
+    return found
 
 
 def served_by(call: Call) -> str:
