@@ -172,7 +172,8 @@ def _padded(x: Tensor) -> Tensor:
     x = x.to(torch.bfloat16)
     if _movable(x) and _in_fours(x):
         return x
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 4))
+    # Where nothing is padded, a copy keeps the order of strides that it came with.
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 4)).contiguous()
 
 
 _LAYOUTS = {
