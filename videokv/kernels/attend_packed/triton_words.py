@@ -163,7 +163,7 @@ def _is_fast(calls: Sequence[PackedCall]) -> bool:
         and rows <= Fast.rows
         and (rows <= 16 or rows % triton.cdiv(rows, 16) == 0)
         and all(each.keys.tokens >= Fast.block for each in calls)
-        and all(map(_fits_fast, (call.keys, call.values)))
+        and all(_fits_fast(side) for each in calls for side in (each.keys, each.values))
     )
     if not fits:
         return False
