@@ -216,6 +216,14 @@ def test_what_it_leaves_to_triton(hopper, what: str) -> None:
     assert served_by(odd[what]()) == "triton"
 
 
+def test_rows_that_are_one_in_memory_are_copied_first() -> None:
+    if not _gluon():
+        pytest.skip("this Triton has another Gluon")
+    hopper = importlib.import_module("videokv.kernels.attend.hopper")
+    query = draw(1, 2, 200, SIZE, seed=1)
+    assert hopper._movable(query) and not hopper._movable(query.expand(3, -1, -1, -1))
+
+
 @pytest.mark.parametrize("shape", ["heads first", "columns first"])
 def test_columns_are_laid_out_for_it(shape: str) -> None:
     """A copy that pads nothing would keep strides that the copy engine does not follow."""
