@@ -58,7 +58,7 @@ def merged(call):
 
 @pytest.mark.parametrize(
     ("name", "queries", "factors"),
-    [("rtn", 1, None), ("rtn", 1, True), ("rtn", 10, False), ("symmetric", 1, True),
+    [("rtn", 1, None), ("rtn", 1, True), ("rtn", 8, False), ("symmetric", 1, True),
      ("quarot", 5, False)],
 )  # fmt: skip
 def test_against_the_reference(name, queries, factors, gluon):

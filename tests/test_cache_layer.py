@@ -7,6 +7,7 @@ import pytest
 import torch
 from cache_fakes import FakeCorrection, FakeQuantizer, FakeRecipe, dense_recipe, fill, rows
 
+import videokv
 from videokv.cache import CachePolicy, KVCache
 from videokv.cache.chunks import DenseChunk, PackedChunk
 
@@ -84,6 +85,19 @@ def test_rows_are_written_again_until_the_commit():
     cache.commit(8)
     torch.testing.assert_close(cache.view(0)[0].keys, k, atol=0.03, rtol=0)
     assert cache.encode_calls == 2
+
+
+@pytest.mark.parametrize("other", ["heads", "dtype"])
+def test_rows_are_written_again_with_queries_of_another_kind(other):
+    cache = videokv.recipe("quantwm-2bit", recent_chunks=0).new_cache(layers=1)
+    q, k, v = rows(8, size=64)
+    cache.write(0, 0, k, v, q)
+    _, k, v = rows(8, size=64, seed=1)
+    q = torch.cat([q, q], 1) if other == "heads" else q.bfloat16()
+    cache.write(0, 0, k, v, q)
+    tail = cache.layer_states()[0].tail
+    assert torch.equal(tail.keys, k) and torch.equal(tail.values, v)
+    assert tail.queries.dtype == q.dtype and torch.equal(tail.queries, q)
 
 
 def test_write_copies_and_overlays():

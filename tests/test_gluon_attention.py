@@ -216,6 +216,27 @@ def test_what_it_leaves_to_triton(hopper, what: str) -> None:
     assert served_by(odd[what]()) == "triton"
 
 
+def test_rows_that_are_one_in_memory_are_copied_first() -> None:
+    if not _gluon():
+        pytest.skip("this Triton has another Gluon")
+    hopper = importlib.import_module("videokv.kernels.attend.hopper")
+    query = draw(1, 2, 200, SIZE, seed=1)
+    assert hopper._movable(query) and not hopper._movable(query.expand(3, -1, -1, -1))
+
+
+@pytest.mark.parametrize("shape", ["heads first", "columns first"])
+def test_columns_are_laid_out_for_it(shape: str) -> None:
+    """A copy that pads nothing would keep strides that the copy engine does not follow."""
+    if not _gluon():
+        pytest.skip("this Triton has another Gluon")
+    hopper = importlib.import_module("videokv.kernels.attend.hopper")
+    x = draw(3, 2, 8, 16, seed=1).transpose(0, 1)
+    if shape == "columns first":
+        x = draw(2, 3, 16, 8, seed=1).mT
+    got = hopper._padded(x)
+    assert hopper._movable(got) and hopper._in_fours(got) and torch.equal(got, x)
+
+
 def test_a_missing_gluon_is_said_once(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ImportError("no such name")

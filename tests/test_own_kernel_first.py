@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from videokv.attention import attend, explain_choice, stock_kernels, triton
+from videokv.attention import attend, choose, explain_choice, stock_kernels, triton
 from videokv.attention.choose import own_first
 from videokv.protocols import Segment
 
@@ -57,6 +57,17 @@ def test_not_taken_elsewhere(hopper, monkeypatch, other: str) -> None:
     if other == "refused":
         monkeypatch.setattr(triton.BACKEND, "refusal", lambda query, segments: "it cannot")
     assert own_first(_elsewhere(query), segments) is None
+
+
+def test_not_taken_for_causal_calls(hopper, monkeypatch) -> None:
+    """They are not what that kernel serves."""
+    query, (past, _) = _call()
+    current = Segment(*(torch.randn(1, 2, 200, 128, dtype=torch.bfloat16) for _ in range(2)))
+    want, _ = attend(query, [past, current], causal=True, backend="sdpa")
+    monkeypatch.setattr(choose, "own_first", lambda query, filled: "it is faster")
+    got, _ = attend(query, [past, current], causal=True)
+    assert torch.equal(got, want)
+    assert explain_choice(query, [past, current]).backend == "triton"
 
 
 def test_never_on_a_cpu() -> None:

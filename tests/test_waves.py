@@ -130,6 +130,14 @@ def test_rows_without_keys(merge) -> None:
     assert not out[0, 0, 4].any() and lse[0, 0, 4] == -torch.inf
 
 
+def test_what_is_not_a_number_stays_so(merge) -> None:
+    parts, lses = _draw(3, 1, 4, 16, seed=5), _draw(3, 1, 4, seed=6)
+    lses[1, 0, 2] = torch.nan
+    out, lse = merge(_draw(1, 1, 2, 16, seed=7), _draw(1, 1, 2, seed=8), parts, lses)
+    assert out[0, 0, 4].isnan().all() and lse[0, 0, 4].isnan()
+    assert out[0, 0, [2, 3, 5]].isfinite().all()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     first, parts = torch.zeros(1, 1, 5, 8), torch.zeros(2, 1, 3, 8)
     with pytest.raises(ValueError, match=r"expects outputs \[1, H, N, Dv\]"):

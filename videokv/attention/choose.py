@@ -55,7 +55,9 @@ def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str =
     Raises ValueError with the backend's own words where one asked for by name refuses.
     """
     filled = [s for s in segments if s.keys.shape[2]]
-    choice = _chosen(query, filled, backend=backend)
+    stock = backend == "auto" and not any(s.narrow for s in filled)
+    own = own_first(query, filled) if stock else None
+    choice = _chosen(query, filled, backend=backend, own=own)
     if choice.backend != "sdpa":
         return choice
     from videokv.attention.sdpa import BACKEND
@@ -63,8 +65,8 @@ def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str =
     return Choice("sdpa", f"{choice.why}; {BACKEND.kernels(query, filled)}")
 
 
-def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str) -> Choice:
-    """The backend for segments that are not empty."""
+def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str, own: str | None) -> Choice:
+    """The backend for segments that are not empty; own: why "auto" takes our own kernel first."""
     if backend != NARROW_BACKEND and any(s.narrow for s in filled):
         raise ValueError(
             f"backend {backend!r} does not read keys and values in E4M3; use {NARROW_BACKEND!r}, "
@@ -75,9 +77,8 @@ def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str) -> Choice
         if reason is not None:
             raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
         return Choice(backend, "asked for")
-    reason = own_first(query, filled)
-    if reason is not None:
-        return Choice("triton", reason)
+    if own is not None:
+        return Choice("triton", own)
     refusals: list[str] = []
     for name in _AUTO:
         reason = load_backend(name).refusal(query, filled)
@@ -88,7 +89,7 @@ def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str) -> Choice
 
 
 def own_first(query: Tensor, filled: Sequence[Segment]) -> str | None:
-    """Why "auto" takes our own kernel before stock ones, or None.
+    """Why "auto" takes our own kernel before stock ones for a call that is not causal, or None.
 
     On Hopper, with packed rows, where FlashAttention-4 is not there: one H200 took 1.46 ms with a
     correction where cuDNN takes 1.88 (12 heads, 4,680 queries, 32,760 keys), FlashAttention-4 1.40.
@@ -141,15 +142,15 @@ def attend(
     if not filled or not query.shape[2]:
         return _nothing_seen(query, segments[0].values.shape[3], need_lse=need_lse)
     stock = backend in ("auto", "sdpa") and not causal and not any(s.narrow for s in filled)
-    own = backend == "auto" and stock and own_first(query, filled) is not None
-    if stock and not own:
+    own = own_first(query, filled) if backend == "auto" and stock else None
+    if stock and own is None:
         from videokv.attention.sdpa import BACKEND
 
         found = BACKEND.attempt(query, filled, scale=scale, need_lse=need_lse)
         if not isinstance(found, str):
             return found
-    choice = _chosen(query, filled, backend=backend)
-    if backend == "auto" and choice.backend != _AUTO[0] and not own:
+    choice = _chosen(query, filled, backend=backend, own=own)
+    if backend == "auto" and choice.backend != _AUTO[0] and own is None:
         _say_once(f"attention runs on backend {choice.backend!r}: {choice.why}")
     return load_backend(choice.backend).attend(
         query, filled, scale=scale, causal=causal, need_lse=need_lse

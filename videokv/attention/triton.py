@@ -76,8 +76,10 @@ class TritonBackend:
         """Which kernel runs a call that is not refused: 'gluon' (Hopper's own) or 'triton'."""
         key = _shape_key(query, segments, _column_call(segments).columns)
         if key not in self._kernels:
-            call = self._call(query, _first_rows(segments), scale=1.0, causal=False)
-            self._kernels[key] = served_by(call)
+            found = served_by(self._call(query, _first_rows(segments), scale=1.0, causal=False))
+            if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return found  # what was not checked before a capture may be checked after it
+            self._kernels[key] = found
         return self._kernels[key]
 
     def attend(

@@ -13,6 +13,7 @@ What is assumed here of a kernel's programs decides speed alone, never the resul
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,13 +83,18 @@ def best_split(*, rows: int, heads: int, tokens: int, tile: int, processors: int
 
 
 def run_split(
-    run: object, query: Tensor, keys: Tensor, values: Tensor, split: Split, *, scale: float
+    run: Callable[..., tuple[Tensor, Tensor]],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    split: Split,
+    *,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output ``[1, Hq, M, Dv]`` and lse ``[1, Hq, M]`` of two calls of ``run``.
 
     run: a ``KernelChoice.run``.
     """
-    assert callable(run)
     first, first_lse = run(query[:, :, : split.rows], keys, values, scale=scale, causal=False)
     last = query[:, :, split.rows :].expand(split.parts, -1, -1, -1).contiguous()
     parts, lses = run(

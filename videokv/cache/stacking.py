@@ -113,6 +113,7 @@ def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float, columns: bool)
     if coding.values is not None:
         rows = stack.rows([chunk.values for chunk in chunks])
         values = _encoded(coding.values, coding.seed, "value", rows, jobs, stack)
+        del rows
     done, known = [], []
     parts = stack.split((keys, values, factors, made))
     for number, (chunk, own) in enumerate(zip(chunks, parts, strict=True)):

@@ -6,20 +6,21 @@ import torch
 
 from videokv.cache.chunks import Rows
 from videokv.kernels.copy_rows import copy_rows
+from videokv.tensors import walk_tensors
 
 
 def overwrite(tail: Rows | None, fresh: Rows) -> Rows:
-    """All of the tail anew; the buffers are used again where the shapes are the same."""
-    if (
-        tail is None
-        or tail.tokens != fresh.tokens
-        or (tail.queries is None) != (fresh.queries is None)
-    ):
+    """All of the tail anew; the buffers are used again where shapes and dtypes are the same."""
+    if tail is None or _kinds(tail) != _kinds(fresh):
         tail = fresh.each(lambda t: torch.empty_like(t, memory_format=torch.contiguous_format))
     copy_rows([(fresh.keys, tail.keys), (fresh.values, tail.values)])
     if fresh.queries is not None and tail.queries is not None:
         copy_rows([(fresh.queries, tail.queries)])  # of more heads, perhaps
     return tail
+
+
+def _kinds(rows: Rows) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in walk_tensors(rows)]
 
 
 def spliced(tail: Rows, fresh: Rows) -> Rows:

@@ -62,9 +62,9 @@ def _named(past: Rows | None, current: Rows | None) -> list[tuple[str, Tensor]]:
 
 
 def _movable(x: Tensor) -> bool:
-    """Whether the copy engine takes these rows: addresses and steps of whole 16 bytes."""
+    """Whether the copy engine takes these rows: addresses and steps of whole 16 bytes, none 0."""
     steps = [s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1]
-    odd = any(step * x.element_size() % 16 for step in steps)
+    odd = any(step == 0 or step * x.element_size() % 16 for step in steps)
     return not odd and x.data_ptr() % 16 == 0 and x.stride(3) == 1
 
 
@@ -172,7 +172,8 @@ def _padded(x: Tensor) -> Tensor:
     x = x.to(torch.bfloat16)
     if _movable(x) and _in_fours(x):
         return x
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 4))
+    # Where nothing is padded, a copy keeps the order of strides that it came with.
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 4)).contiguous()
 
 
 _LAYOUTS = {

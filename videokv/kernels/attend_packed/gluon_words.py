@@ -199,18 +199,14 @@ def _store_slot(
 def kernel(
     table, q, parts, lses, scale, feature_scale,
     K_ZERO: gl.constexpr, K_SCALED: gl.constexpr, V_ZERO: gl.constexpr, V_SCALED: gl.constexpr,
-    BY_STEPS: gl.constexpr, FACTORS: gl.constexpr, ALL_ROWS: gl.constexpr, BN: gl.constexpr,
+    BY_STEPS: gl.constexpr, FACTORS: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    # Programs of the same tokens, each for 16 query rows, are neighbours: codes are in the cache.
     KL: gl.constexpr = key_layout(BN)
     VL: gl.constexpr = value_layout(BN)
-    R: gl.constexpr = 8 if ALL_ROWS <= 8 else 16
-    tiles: gl.constexpr = (ALL_ROWS + 15) // 16
-    ROWS: gl.constexpr = ALL_ROWS // tiles
-    gl.static_assert(ROWS * tiles == ALL_ROWS)
-    split = (gl.program_id(0) // tiles).to(gl.int64)
-    tile = gl.program_id(0) % tiles
+    R: gl.constexpr = 8 if ROWS <= 8 else 16
+    gl.static_assert(ROWS <= 16)
+    split = gl.program_id(0).to(gl.int64)
     head = gl.program_id(1).to(gl.int64)
     entry = table + split * 16
     number: gl.constexpr = gl.pointer_type(gl.float32)
@@ -227,7 +223,7 @@ def kernel(
     begin = gl.load(entry + 14).to(gl.int32)
     end = gl.load(entry + 15).to(gl.int32)
 
-    first_row = head * ALL_ROWS + tile * ROWS
+    first_row = head * ROWS
     q0 = _query_slot(q, first_row, ROWS, 0)
     q1 = _query_slot(q, first_row, ROWS, 1)
     q2 = _query_slot(q, first_row, ROWS, 2)
@@ -406,7 +402,7 @@ def kernel(
         o7 = _plus_values(o7, p, low16, high16, size, 7, BN)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
-    place = split * gl.num_programs(1) * ALL_ROWS + first_row
+    place = split * gl.num_programs(1) * ROWS + first_row
     row = gl.arange(0, R, layout=gl.SliceLayout(1, SL))
     gl.store(lses + place + row, (top + gl.log2(total)) * 0.6931471805599453, mask=row < ROWS)
     share = 1.0 / total

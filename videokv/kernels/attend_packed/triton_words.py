@@ -112,12 +112,12 @@ def split_attention(
         if fast:
             from videokv.kernels.attend_packed import gluon_words
 
-            gluon_words.kernel[(splits * triton.cdiv(rows, 16), batch * kv_heads)](
+            gluon_words.kernel[(splits, batch * kv_heads)](
                 *numbers,
                 **_fast_options(call.keys, "K"),
                 **_fast_options(call.values, "V"),
                 **correction,
-                ALL_ROWS=rows,
+                ROWS=rows,
                 BN=block,
                 STAGES=Fast.stages,
                 num_warps=1,
@@ -161,9 +161,8 @@ def _is_fast(calls: Sequence[PackedCall]) -> bool:
     fits = (
         in_pairs(call.query)
         and rows <= Fast.rows
-        and (rows <= 16 or rows % triton.cdiv(rows, 16) == 0)
         and all(each.keys.tokens >= Fast.block for each in calls)
-        and all(map(_fits_fast, (call.keys, call.values)))
+        and all(_fits_fast(side) for each in calls for side in (each.keys, each.values))
     )
     if not fits:
         return False
@@ -216,10 +215,8 @@ def _tuning(rows: int) -> tuple[int, int, int, int]:
 
 
 def _fast_tuning(rows: int) -> tuple[int, int]:
-    """Programs that walk over tokens, each with those for the other query rows, and a block."""
-    if rows <= 8:
-        return Fast.programs, Fast.block
-    return Fast.programs_of_more // triton.cdiv(rows, 16), Fast.block
+    """Programs in flight, and tokens of a block."""
+    return (Fast.programs if rows <= 8 else Fast.programs_of_more), Fast.block
 
 
 def _tables_of(

@@ -76,7 +76,8 @@ def _kernel(
             line += l_p
             at += p_p
         smallest: tl.constexpr = 1.1754943508222875e-38
-        acc = acc / tl.maximum(total, smallest)[:, None]
+        # Not a maximum, which loses NaN.
+        acc = acc / tl.where(total < smallest, smallest, total)[:, None]
         place += first_rows
         target = (place + row)[:, None] * D + channel[None, :]
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
