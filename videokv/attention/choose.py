@@ -49,13 +49,15 @@ def load_backend(name: str) -> AttentionBackend:
     return found
 
 
-def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str = "auto") -> Choice:
+def explain_choice(
+    query: Tensor, segments: Sequence[Segment], *, backend: str = "auto", causal: bool = False
+) -> Choice:
     """The backend that ``attend`` would use, and why; for sdpa, its kernel too.
 
     Raises ValueError with the backend's own words where one asked for by name refuses.
     """
     filled = [s for s in segments if s.keys.shape[2]]
-    choice = _chosen(query, filled, backend=backend)
+    choice = _chosen(query, filled, backend=backend, causal=causal)
     if choice.backend != "sdpa":
         return choice
     from videokv.attention.sdpa import BACKEND
@@ -63,7 +65,7 @@ def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str =
     return Choice("sdpa", f"{choice.why}; {BACKEND.kernels(query, filled)}")
 
 
-def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str) -> Choice:
+def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str, causal: bool) -> Choice:
     """The backend for segments that are not empty."""
     if backend != NARROW_BACKEND and any(s.narrow for s in filled):
         raise ValueError(
@@ -75,7 +77,7 @@ def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str) -> Choice
         if reason is not None:
             raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
         return Choice(backend, "asked for")
-    reason = own_first(query, filled)
+    reason = None if causal else own_first(query, filled)  # it serves no causal call
     if reason is not None:
         return Choice("triton", reason)
     refusals: list[str] = []
@@ -148,7 +150,7 @@ def attend(
         found = BACKEND.attempt(query, filled, scale=scale, need_lse=need_lse)
         if not isinstance(found, str):
             return found
-    choice = _chosen(query, filled, backend=backend)
+    choice = _chosen(query, filled, backend=backend, causal=causal)
     if backend == "auto" and choice.backend != _AUTO[0] and not own:
         _say_once(f"attention runs on backend {choice.backend!r}: {choice.why}")
     return load_backend(choice.backend).attend(
