@@ -92,8 +92,8 @@ def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str, causal: b
 def own_first(query: Tensor, filled: Sequence[Segment]) -> str | None:
     """Why "auto" takes our own kernel before stock ones, or None.
 
-    On Hopper, with packed rows, where FlashAttention-4 is not there: one H200 took 1.46 ms with a
-    correction where cuDNN takes 1.88 (12 heads, 4,680 queries, 32,760 keys), FlashAttention-4 1.40.
+    On Hopper, with packed rows, where FlashAttention-4 is not there: one H200 took 1.58 ms with a
+    correction where cuDNN takes 2.19 (12 heads, 4,680 queries, 32,760 keys), FlashAttention-4 1.52.
     """
     if query.device.type != "cuda" or query.shape[2] < _MANY_ROWS:
         return None
