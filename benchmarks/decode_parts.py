@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 from torch import Tensor
 

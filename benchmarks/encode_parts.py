@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 
 from videokv.kernels import assign_centroids, gpu

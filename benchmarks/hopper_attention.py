@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from needs_gpu import require_hopper
 from torch import Tensor
 
 from videokv.attention.stock_kernels import KERNELS, has_fa4
@@ -79,6 +80,7 @@ def timed(graph: torch.cuda.CUDAGraph) -> float:
 
 def main() -> None:
     """A line a kernel."""
+    require_hopper()
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     calls = [make_call(narrow=narrow) for narrow in (False, True)]  # kept: graphs hold no tensors
     for narrow, call in enumerate(calls):

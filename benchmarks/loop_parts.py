@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 from torch.profiler import ProfilerActivity, profile
 

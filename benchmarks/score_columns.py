@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile

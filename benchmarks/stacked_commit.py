@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 
 import videokv

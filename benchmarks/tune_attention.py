@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 
 import videokv

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 
 from videokv.kernels import assign_centroids, gpu, quantize_groups

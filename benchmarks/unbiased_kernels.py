@@ -12,6 +12,7 @@ import argparse
 import itertools
 from functools import partial
 
+import needs_gpu  # noqa: F401 - refuses in one line
 import torch
 
 from videokv.kernels import reconstruct as reading

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 
 import torch
+from needs_gpu import require_hopper
 
 from videokv.attention.stock_kernels import KernelChoice, has_fa4
 from videokv.attention.waves import best_split, run_split
@@ -34,6 +35,7 @@ def timed(run) -> float:
 
 def main() -> None:
     """Print a row for each kernel, number of heads, width and number of keys."""
+    require_hopper()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     kernels = ["fa4"] if has_fa4() else []
     print("kernel heads kv width tokens | whole ms, split ms, ratio (waves) | difference")

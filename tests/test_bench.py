@@ -89,6 +89,21 @@ def test_a_file_of_something_else_is_refused(tmp_path, capsys):
     assert "does not hold figures" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_no_time_is_refused(tmp_path, capsys, seconds: str):
+    assert cli.main(["bench", "--seconds", seconds, "--out", str(tmp_path)]) == 2
+    assert "--seconds must be above 0" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    assert cli.main(["bench", "--tiny", "--device", "cpu", "--out", str(taken)]) == 2
+    said = capsys.readouterr()
+    assert "must be a folder" in said.err and not said.out
+
+
 def test_the_command_writes_its_files(tmp_path, capsys):
     options = ["--tiny", "--device", "cpu", "--only", "copy", "--out", str(tmp_path)]
     assert cli.main(["bench", *options]) == 0

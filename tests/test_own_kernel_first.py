@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from videokv.attention import attend, choose, explain_choice, stock_kernels, triton
+from videokv.attention import attend, choose, explain_choice, sdpa, stock_kernels, triton
 from videokv.attention.choose import own_first
 from videokv.protocols import Segment
 
@@ -68,6 +68,15 @@ def test_not_taken_for_causal_calls(hopper, monkeypatch) -> None:
     got, _ = attend(query, [past, current], causal=True)
     assert torch.equal(got, want)
     assert explain_choice(query, [past, current]).backend == "triton"
+
+
+def test_causal_calls_stay_with_stock_kernels(hopper, monkeypatch) -> None:
+    monkeypatch.setattr(sdpa.BACKEND, "refusal", lambda query, segments: None)
+    monkeypatch.setattr(sdpa.BACKEND, "kernels", lambda query, segments: "cudnn")
+    query, segments = _call()
+    query = _elsewhere(query)
+    assert explain_choice(query, segments).backend == "triton"
+    assert explain_choice(query, segments, causal=True).backend == "sdpa"
 
 
 def test_never_on_a_cpu() -> None:

@@ -49,13 +49,15 @@ def load_backend(name: str) -> AttentionBackend:
     return found
 
 
-def explain_choice(query: Tensor, segments: Sequence[Segment], *, backend: str = "auto") -> Choice:
+def explain_choice(
+    query: Tensor, segments: Sequence[Segment], *, backend: str = "auto", causal: bool = False
+) -> Choice:
     """The backend that ``attend`` would use, and why; for sdpa, its kernel too.
 
     Raises ValueError with the backend's own words where one asked for by name refuses.
     """
     filled = [s for s in segments if s.keys.shape[2]]
-    stock = backend == "auto" and not any(s.narrow for s in filled)
+    stock = backend == "auto" and not causal and not any(s.narrow for s in filled)
     own = own_first(query, filled) if stock else None
     choice = _chosen(query, filled, backend=backend, own=own)
     if choice.backend != "sdpa":
@@ -91,8 +93,8 @@ def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str, own: str 
 def own_first(query: Tensor, filled: Sequence[Segment]) -> str | None:
     """Why "auto" takes our own kernel before stock ones for a call that is not causal, or None.
 
-    On Hopper, with packed rows, where FlashAttention-4 is not there: one H200 took 1.46 ms with a
-    correction where cuDNN takes 1.88 (12 heads, 4,680 queries, 32,760 keys), FlashAttention-4 1.40.
+    On Hopper, with packed rows, where FlashAttention-4 is not there: one H200 took 1.58 ms with a
+    correction where cuDNN takes 2.19 (12 heads, 4,680 queries, 32,760 keys), FlashAttention-4 1.52.
     """
     if query.device.type != "cuda" or query.shape[2] < _MANY_ROWS:
         return None

@@ -30,7 +30,7 @@ def bench(
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Small tensors: shows that it runs, not how fast.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of <gpu>.json.")] = DEFAULT_OUT,
+    out: Annotated[Path, typer.Option(help="Folder of the files.")] = DEFAULT_OUT,
     check: Annotated[
         Path | None,
         typer.Option(help="Print every target of this file beside its figure; 1 if one is missed."),
@@ -42,17 +42,21 @@ def bench(
     """Time the kernels against cuDNN, FlashAttention, FlexAttention and Quant-VideoGen.
 
     In one run, each result checked before it is timed. Sections: copy, reconstruct, dense,
-    attention, encode, end_to_end, decode, curve. Writes <gpu>.json (figures) and <gpu>.run.json
-    (machine, versions, what was left out or failed); figures of sections that are not run again
-    are kept. Exits 1 if a section failed.
+    attention, encode, end_to_end, decode, curve. Writes two files called after the GPU: NAME.json
+    (figures) and NAME.run.json (machine, versions, what was left out or failed); figures of
+    sections that are not run again are kept. Exits 1 if a section failed.
     """
     from videokv.studies import bench as study
 
     if check is not None:
         _check(study, check)
         return
+    from videokv.outputs import check_folder
     from videokv.studies.bench_sections import SECTIONS
 
+    if not seconds > 0:
+        raise ValueError(f"--seconds must be above 0, got {seconds:g}")
+    check_folder(out)
     place = _device(device)
     sizes = study.Sizes.tiny() if tiny else study.Sizes()
     say = _to_stderr if as_json else print

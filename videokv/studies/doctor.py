@@ -15,7 +15,7 @@ from torch import Tensor
 
 import videokv
 
-OPTIONAL = ("triton", "transformers", "diffusers", "vizdoom")
+OPTIONAL = ("triton", "flash-attn-4", "transformers", "diffusers", "vizdoom")
 # recipe → the largest relative error of keys that its width allows on Gaussian numbers
 ROUND_TRIPS = {"rtn-4bit": 0.15, "rtn-2bit": 0.6, "quarot-2bit": 0.6}
 ATTENTION_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -45,7 +45,8 @@ def examine() -> tuple[Check, ...]:
     for device in devices:
         checks += [_guarded(f"pack {n} on {device}", _round_trip, n, device) for n in ROUND_TRIPS]
         checks += [
-            _guarded(f"attention {n} on {device}", _attention, n, device) for n in _backends()
+            _guarded(f"attention {n} on {device}", _attention, n, device)
+            for n in ("auto", *_backends())
         ]
     return tuple(checks)
 
@@ -84,13 +85,16 @@ def _attention(name: str, backend: str, device: torch.device) -> Check:
     cuts = (slice(0, 63), slice(63, 95))
     segments = [Segment(key[:, :, cut], value[:, :, cut]) for cut in cuts]
     try:
-        explain_choice(query, segments, backend=backend)
+        choice = explain_choice(query, segments, backend=backend)
     except ValueError as refusal:
         return Check(name, None, str(refusal))
     output, _ = attend(query, segments, scale=0.125, backend=backend)
     error = float((output.double() - _oracle(query, key, value)).abs().max())
     limit = ATTENTION_TOLERANCE[dtype]
-    return Check(name, error <= limit, f"largest error {error:.1e} in {dtype} (at most {limit})")
+    detail = f"largest error {error:.1e} in {dtype} (at most {limit})"
+    if backend == "auto":
+        detail += f"; takes {choice.backend}: {choice.why}"
+    return Check(name, error <= limit, detail)
 
 
 def _oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
