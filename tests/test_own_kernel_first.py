@@ -31,7 +31,6 @@ def _call(rows: int = 200, *, packed: bool = True, device: str = "cpu"):
 def hopper(monkeypatch):
     """As on a Hopper GPU whose own kernel serves the call, without FlashAttention-4."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton.BACKEND, "refusal", lambda query, segments: None)
     monkeypatch.setattr(triton.BACKEND, "kernel", lambda query, segments: "gluon")
     monkeypatch.setattr(stock_kernels, "has_fa4", lambda: False)
 
@@ -55,7 +54,7 @@ def test_not_taken_elsewhere(hopper, monkeypatch, other: str) -> None:
     if other == "triton":
         monkeypatch.setattr(triton.BACKEND, "kernel", lambda query, segments: "triton")
     if other == "refused":
-        monkeypatch.setattr(triton.BACKEND, "refusal", lambda query, segments: "it cannot")
+        monkeypatch.setattr(triton.BACKEND, "kernel", lambda query, segments: "it cannot")
     assert own_first(_elsewhere(query), segments) is None
 
 

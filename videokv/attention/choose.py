@@ -57,8 +57,7 @@ def explain_choice(
     Raises ValueError with the backend's own words where one asked for by name refuses.
     """
     filled = [s for s in segments if s.keys.shape[2]]
-    stock = backend == "auto" and not causal and not any(s.narrow for s in filled)
-    own = own_first(query, filled) if stock else None
+    own = own_first(query, filled) if backend == "auto" and not causal else None
     choice = _chosen(query, filled, backend=backend, own=own)
     if choice.backend != "sdpa":
         return choice
@@ -100,14 +99,13 @@ def own_first(query: Tensor, filled: Sequence[Segment]) -> str | None:
         return None
     if torch.cuda.get_device_capability(query.device)[0] != 9:
         return None
-    if not any(s.packed for s in filled) or any(t.exact for s in filled for t in s.noise):
+    if not any(s.packed for s in filled) or any(s.narrow for s in filled):
+        return None
+    if any(t.exact for s in filled for t in s.noise):
         return None
     from videokv.attention import stock_kernels, triton
 
-    own = triton.BACKEND
-    if stock_kernels.has("fa4") or own.refusal(query, filled) is not None:
-        return None
-    if own.kernel(query, filled) != "gluon":
+    if stock_kernels.has("fa4") or triton.BACKEND.kernel(query, filled) != "gluon":
         return None
     return (
         "its kernel for Hopper is faster than stock ones but for FlashAttention-4, which is missing"
@@ -143,8 +141,8 @@ def attend(
     filled = [s for s in segments if s.keys.shape[2]]
     if not filled or not query.shape[2]:
         return _nothing_seen(query, segments[0].values.shape[3], need_lse=need_lse)
+    own = own_first(query, filled) if backend == "auto" and not causal else None
     stock = backend in ("auto", "sdpa") and not causal and not any(s.narrow for s in filled)
-    own = own_first(query, filled) if backend == "auto" and stock else None
     if stock and own is None:
         from videokv.attention.sdpa import BACKEND
 

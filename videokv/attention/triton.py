@@ -73,7 +73,7 @@ class TritonBackend:
         return None if reason is None else f"{self.name}: {reason}"
 
     def kernel(self, query: Tensor, segments: Sequence[Segment]) -> str:
-        """Which kernel runs a call that is not refused: 'gluon' (Hopper's own) or 'triton'."""
+        """Which kernel runs a call: 'gluon' (Hopper's own), 'triton', or why neither does."""
         key = _shape_key(query, segments, _column_call(segments).columns)
         if key not in self._kernels:
             found = served_by(self._call(query, _first_rows(segments), scale=1.0, causal=False))

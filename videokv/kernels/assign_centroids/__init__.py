@@ -105,10 +105,7 @@ def spread_tokens(x: Tensor, *, count: int, seed: int) -> Tensor:
 def spread_refusal(x: Tensor, *, count: int) -> str | None:
     """Why the kernel of many starts does not serve ``x``, or None. Checked at its first use, with
     tokens of its own: those that come may be not finite."""
-    size = x.shape[3]
-    if size > 256 or x.shape[0] * x.shape[1] > 65535:
-        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
-    refusal = machine_refusal(x.device)
+    size, refusal = x.shape[3], _unfit(x)
     if refusal is not None:
         return refusal
     config = (size, x.dtype, count)
@@ -118,6 +115,14 @@ def spread_refusal(x: Tensor, *, count: int) -> str | None:
         x.device,
         lambda: _spread_self_check(x.device, x.dtype, size, count),
     )
+
+
+def _unfit(x: Tensor) -> str | None:
+    """Why no kernel takes these heads here, or None."""
+    size = x.shape[3]
+    if size > 256 or x.shape[0] * x.shape[1] > 65535:
+        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
+    return machine_refusal(x.device)
 
 
 def _spread_self_check(
@@ -158,10 +163,7 @@ def few_centres(
 def few_refusal(x: Tensor, *, bits: int) -> str | None:
     """Why the kernels of few centroids do not serve ``x``, or None. Checked at their first use,
     with tokens of their own: those that come may be not finite."""
-    size = x.shape[3]
-    if size > 256 or x.shape[0] * x.shape[1] > 65535:
-        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
-    refusal = machine_refusal(x.device)
+    size, refusal = x.shape[3], _unfit(x)
     if refusal is not None:
         return refusal
     config = (size, x.dtype, bits)
@@ -207,10 +209,7 @@ def choose_by_range(
 
 def kernel_refusal(x: Tensor) -> str | None:
     """Why the k-means kernels do not serve ``x``, or None. Their first use is checked here."""
-    size = x.shape[3]
-    if size > 256 or x.shape[0] * x.shape[1] > 65535:
-        return f"heads of {size} channels, {x.shape[0]} x {x.shape[1]} of them"
-    refusal = machine_refusal(x.device)
+    size, refusal = x.shape[3], _unfit(x)
     if refusal is not None:
         return refusal
     return checked_refusal("assign_centroids", (size, x.dtype), x.device, lambda: _self_check(x))

@@ -26,13 +26,8 @@ def attend_packed(call: PackedCall) -> Part:
 
 def attend_current(query: Tensor, current: Current) -> Part:
     """Output of the query's dtype and lse float32 of the current rows alone."""
-    repeats = query.shape[1] // current.key.shape[1]
-    keys, values = (x.float().repeat_interleave(repeats, 1) for x in (current.key, current.value))
-    scores = query.float() @ keys.mT * current.scale
-    if current.causal:
-        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return (scores.softmax(-1) @ values).to(query.dtype), scores.logsumexp(-1)
+    rows = Rows(current.key, current.value)
+    return dense.attend(Call(query, None, rows, current.scale, causal=current.causal))
 
 
 def attend_all(calls: Sequence[PackedCall], other: Part | Current) -> Part:
