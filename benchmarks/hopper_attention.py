@@ -3,9 +3,8 @@
     python benchmarks/hopper_attention.py
 
 12 heads x 128, 4,680 queries, 28,080 cached and 4,680 current keys, 16 columns of a correction.
-Cached values in BF16 or E4M3; "ahead": whether scores of the next block begin before this one's
-values. Beside them the Triton kernel and stock kernels on dense keys without columns. Medians of
-replayed graphs, in turns, for a GPU that has warmed up is slower.
+Cached values in BF16 or E4M3. Beside them the Triton kernel and stock kernels on dense keys without
+columns. Medians of replayed graphs, in turns, for a GPU that has warmed up is slower.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from needs_gpu import require_hopper
 from torch import Tensor
 
 from videokv.attention.stock_kernels import KERNELS, has_fa4
-from videokv.kernels.attend import Call, Rows, attend, device_tile, hopper, reference, to_e4m3
+from videokv.kernels.attend import Call, Rows, attend, device_tile, reference, to_e4m3
 
 HEADS, SIZE, CHUNK, CACHED, COLUMNS = 12, 128, 4680, 6 * 4680, 16
 ROUNDS, REPEATS = 4, 10
@@ -86,8 +85,7 @@ def main() -> None:
     for narrow, call in enumerate(calls):
         kind = "e4m3 values" if narrow else "bf16"
         runs = {
-            f"{kind}, ahead": partial(hopper.attend, call, ahead=True),
-            f"{kind}, not ahead": partial(hopper.attend, call, ahead=False),
+            f"{kind}, Gluon": partial(attend, call),
             f"{kind}, Triton": partial(attend, call, tile=device_tile(call)),
         }
         for name, run in runs.items():

@@ -153,13 +153,13 @@ def _cases() -> dict:
         call = packed.by_steps(in_gluon.call_of(name, queries=queries, dtype=bf16))
         in_gluon.triton_words.split_attention([call], fast=True)
 
-    def hopper(*, narrow: bool, columns: int, ahead: bool) -> None:
+    def hopper(*, narrow: bool, columns: int) -> None:
         """Only for 9.0, and only where Triton has this Gluon."""
         from test_gluon_attention import make_call
 
         from videokv.kernels.attend import hopper as kernel
 
-        kernel.attend(make_call(4, 2, 200, 300, 77, columns, narrow=narrow), ahead=ahead)
+        kernel.attend(make_call(4, 2, 200, 300, 77, columns, narrow=narrow))
 
     def fit(dtype: torch.dtype, size: int, features: int) -> None:
         queries, true, noisy = (torch.ones(1, 2, 70, size, dtype=dtype) for _ in range(3))
@@ -188,13 +188,16 @@ def _cases() -> dict:
         ),
         "copy rows": copy_current,
         "attend": partial(attention.kernel.attend, call, tile=tile),
+        "attend again": lambda: attention.kernel.attend(
+            call, tile=tile, into=attention.kernel.attend(call, tile=tile)
+        ),
         "attend fp8": partial(attention.kernel.attend, fp8, tile=tile),
         "attend values in fp8": partial(attention.kernel.attend, values8, tile=tile),
         **{
-            f"attend on Hopper{words}": partial(hopper, narrow=narrow, columns=16, ahead=ahead)
-            for words, narrow, ahead in (("", False, True), (", values in fp8", True, False))
+            f"attend on Hopper{words}": partial(hopper, narrow=narrow, columns=16)
+            for words, narrow in (("", False), (", values in fp8", True))
         },
-        "attend on Hopper without columns": partial(hopper, narrow=False, columns=0, ahead=True),
+        "attend on Hopper without columns": partial(hopper, narrow=False, columns=0),
         "score columns": partial(
             columns.widen_query,
             call.query,

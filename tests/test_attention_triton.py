@@ -119,6 +119,23 @@ def test_any_tile_gives_the_same(tile):
     check(make_call(rows=70, current=70, causal=True), tile=tile)
 
 
+@pytest.mark.parametrize("sign", [float("inf"), float("-inf"), float("nan")])
+def test_only_blocks_of_queries_that_another_kernel_left_are_done(sign):
+    """A log-sum-exp that is not finite asks for its block of 16 queries; the last one is short."""
+    call = make_call(heads=(4, 2), batch=2)
+    want, want_lse = kernel.attend(call, tile=SMALL)
+    for rows in ([], [0], [17, 18], [32], [3, 20, 32]):
+        out, lse = torch.full_like(want, 7.0), torch.full_like(want_lse, 7.0)
+        lse[1, 2, rows] = sign
+        got, got_lse = kernel.attend(call, tile=SMALL, into=(out, lse))
+        assert got is out and got_lse is lse
+        done = torch.zeros_like(lse, dtype=torch.bool)
+        for row in rows:
+            done[1, 2, row // 16 * 16 : row // 16 * 16 + 16] = True
+        assert torch.equal(out, torch.where(done[..., None], want, 7.0))
+        assert torch.equal(lse, torch.where(done, want_lse, 7.0))
+
+
 def test_slices_of_one_buffer_and_expanded_batches():
     call = make_call(size=64)
     fused = draw(torch.float32, 1, 96, 3, 2, 64, seed=5)  # [B, S, 3, H, D]

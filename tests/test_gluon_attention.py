@@ -96,6 +96,33 @@ def test_batches(narrow: bool) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("where", ["past", "current", "a row", "values"])
+def test_weights_far_above_those_of_the_first_block(where: str) -> None:
+    """BF16 weights have the first block's largest score as their base: 2^300 of it is not float32,
+    and neither are sums of values of 1e30 with weights of 2^80."""
+    call = make_call(4, 2, 300, 1000, 500, 16, narrow=False)
+    assert call.past is not None and call.current is not None
+    query, keys, current = call.query.clone(), call.past.keys.clone(), call.current.keys.clone()
+    values = call.past.values.clone()
+    query[:, 1, 70] = 4.0
+    if where == "past":
+        keys[:, :, 700] = 6.0  # a weight of 2^391
+    elif where == "current":
+        current[:, 0, 400:] = 5.0
+    elif where == "a row":
+        query[:, 3, 150] = 3.0
+        keys[:, 1, 900:] = 4.0
+    else:
+        keys[:, 0, 700] = 1.2
+        values[:, 0, 700] = 1e30
+    past, new = replace(call.past, keys=keys, values=values), replace(call.current, keys=current)
+    call = replace(call, query=query, past=past, current=new)
+    _, lse = importlib.import_module("videokv.kernels.attend.hopper").attend(call)
+    assert not bool(lse.isfinite().all())  # or the case tests nothing
+    compare(call, narrow=False)
+
+
+@on_hopper
 def test_the_same_bits_every_time() -> None:
     call = make_call(12, 12, 2000, 4680, 1000, 16, narrow=True)
     first, first_lse = attend(call)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from videokv.attention import attend, choose, explain_choice, sdpa, stock_kernels, triton
+from videokv.attention import attend, choose, explain_choice, sdpa, triton
 from videokv.attention.choose import own_first
 from videokv.protocols import Segment
 
@@ -29,10 +29,9 @@ def _call(rows: int = 200, *, packed: bool = True, device: str = "cpu"):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """As on a Hopper GPU whose own kernel serves the call, without FlashAttention-4."""
+    """As on a Hopper GPU whose own kernel serves the call."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton.BACKEND, "kernel", lambda query, segments: "gluon")
-    monkeypatch.setattr(stock_kernels, "has_fa4", lambda: False)
 
 
 def _elsewhere(query: torch.Tensor) -> torch.Tensor:
@@ -44,13 +43,11 @@ def test_taken_where_it_is_the_fastest(hopper) -> None:
     assert "faster than stock" in str(own_first(_elsewhere(query), segments))
 
 
-@pytest.mark.parametrize("other", ["few rows", "dense", "ampere", "fa4", "triton", "refused"])
+@pytest.mark.parametrize("other", ["few rows", "dense", "ampere", "triton", "refused"])
 def test_not_taken_elsewhere(hopper, monkeypatch, other: str) -> None:
     query, segments = _call(100 if other == "few rows" else 200, packed=other != "dense")
     if other == "ampere":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    if other == "fa4":
-        monkeypatch.setattr(stock_kernels, "has_fa4", lambda: True)
     if other == "triton":
         monkeypatch.setattr(triton.BACKEND, "kernel", lambda query, segments: "triton")
     if other == "refused":
@@ -87,10 +84,9 @@ def test_never_on_a_cpu() -> None:
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def test_the_same_result_on_hopper() -> None:
     query, segments = _call(device="cuda")
-    with stock_kernels.left_out("fa4"):
-        choice = explain_choice(query, segments)
-        assert choice.backend == "triton" and "Hopper" in choice.why
-        out, lse = attend(query, segments, need_lse=True)
+    choice = explain_choice(query, segments)
+    assert choice.backend == "triton" and "Hopper" in choice.why
+    out, lse = attend(query, segments, need_lse=True)
     want, want_lse = attend(query, segments, need_lse=True, backend="eager")
     assert float((out.double() - want.double()).norm() / want.double().norm()) < 1e-2
     torch.testing.assert_close(lse, want_lse.to(lse.dtype), atol=1e-2, rtol=1e-2)

@@ -1,13 +1,17 @@
-"""The Gluon kernel for Hopper: two warps that load, two warpgroups that multiply, persistent
-programs with an even share of the work. (The division of labour is FlashAttention-3's.)
+"""The Gluon kernel for Hopper: two warps that load, warpgroups that multiply, persistent programs
+with an even share of the work. (The division of labour is FlashAttention-3's.)
 
-Each program holds 128 queries of a head, 64 a warpgroup. The loading warps keep rings of keys and
-values full through the copy engine. With AHEAD a warpgroup begins the scores of the next block of
-keys, and the weighted values of the last one, before the softmax of either is needed; without it
-the other warpgroup's products fill the time of a softmax.
+Each program holds 192 queries of a head, 64 a warpgroup. The loading warps keep rings of keys and
+values full through the copy engine. While one warpgroup computes a softmax, the products of the
+others keep the matrix units busy.
 
-Values in E4M3 are multiplied as such, the weights rounded to E4M3 times 256. Their sums keep 14
-bits: each block of keys gets a sum of its own.
+Weights in BF16 have the range of float32: the largest scores of the first block of keys are their
+base, and no later block looks for its largest ones or scales what was summed up (FIXED). Where a
+sum leaves what float32 holds, which takes a score 60 above the first block's, the row's log-sum-exp
+is inf, and the package has its block done again.
+
+Values in E4M3 are multiplied as such, the weights rounded to E4M3 times 256, which takes the
+largest score so far. Their sums keep 14 bits: each block of keys gets a sum of its own.
 
 All blocks of queries that fill whole waves of programs are done by one program each. Those left
 over are cut along their keys into equal shares, one a program; a second kernel adds up the shares
@@ -37,95 +41,45 @@ from videokv.kernels.attend.gluon_blocks import (
     weights_of,
 )
 
-_AFTER = gl.constexpr("""
-{
-    .reg .pred never;
-    setp.lt.f32 never, $1, 0f00000000;
-    .reg .b32 at; mov.u32 at, 0; @never st.shared.f32 [at], $1;
-    mov.b32 $0, $1;
-}
-""")
+_LARGEST_SUM = gl.constexpr(2.0**90)  # of weights; values up to 2^37 can be summed with them
+_LARGEST = gl.constexpr(3.0e38)
 
 
 @gluon.jit
 def _attend_part(
-    acc, peak, total, q, e, rings, bars, done, begin, end, tokens, unit,
-    NARROW: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
-    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    L: gl.constexpr, LV: gl.constexpr,
+    acc, peak, total, q, e, rings, bars, done, begin, end, based_at, tokens, unit,
+    FIXED: gl.constexpr, NARROW: gl.constexpr, COLUMNS: gl.constexpr, SHIFT: gl.constexpr,
+    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, L: gl.constexpr, LV: gl.constexpr,
 ):  # fmt: skip
-    """Blocks begin to end of the past or of the current rows. done: blocks used before."""
+    """Blocks begin to end of the past or of the current rows. done: blocks used before. based_at:
+    with FIXED, the block whose largest scores are the base of all weights."""
     k_ring, x_ring, v_ring = rings
     k_full, k_empty, v_full, v_empty = bars
     KEYS: gl.constexpr = k_ring.shape[1]
     SIZE: gl.constexpr = v_ring.shape[2]
     QUERIES: gl.constexpr = q.shape[0]
     zeros = gl.zeros([QUERIES, SIZE], gl.float32, layout=LV)
-    if AHEAD:
-        if begin < end:
-            slot = done % KEY_STAGES
-            mbarrier.wait(k_full.index(slot), done // KEY_STAGES & 1)
-            s = score(q, e, k_ring, x_ring, slot, L, COLUMNS)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            if tokens - begin * KEYS < KEYS:
-                s = hidden(s, tokens - begin * KEYS, NARROW, L)
-            w, peak, total, shrink = weights_of(s, peak, total, unit, SHIFT, LV)
+    for block in range(begin, end):
+        slot = done % KEY_STAGES
+        mbarrier.wait(k_full.index(slot), done // KEY_STAGES & 1)
+        s = score(q, e, k_ring, x_ring, slot, L, COLUMNS)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        if tokens - block * KEYS < KEYS:
+            s = hidden(s, tokens - block * KEYS, NARROW, L)
+        v_slot = done % VALUE_STAGES
+        if FIXED:
+            if block == based_at:
+                peak = gl.max(s, 1)
+            w = gl.exp2(s * unit - (peak * unit)[:, None])
+            total += own_sums(w)
             p = packed_weights(w, NARROW)
-            if not NARROW:
-                acc = acc * shrink[:, None]
-            for block in range(begin + 1, end):
-                v_slot = done % VALUE_STAGES
-                v_phase = done // VALUE_STAGES & 1
-                done += 1
-                slot = done % KEY_STAGES
-                mbarrier.wait(k_full.index(slot), done // KEY_STAGES & 1)
-                s = score(q, e, k_ring, x_ring, slot, L, COLUMNS)
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-                if NARROW:
-                    added = add_values(p, v_ring, v_slot, zeros, NARROW, LV)
-                else:
-                    added = add_values(p, v_ring, v_slot, acc, NARROW, LV)
-                s = warpgroup_mma_wait(1, deps=[s])
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                if tokens - block * KEYS < KEYS:
-                    s = hidden(s, tokens - block * KEYS, NARROW, L)
-                w, peak, total, next_shrink = weights_of(s, peak, total, unit, SHIFT, LV)
-                # The assembler would wait before the softmax; it does not move a wait above a trap.
-                total = gl.inline_asm_elementwise(
-                    _AFTER, "=r,r", [total], dtype=gl.float32, is_pure=False, pack=1
-                )
-                added, w, total = warpgroup_mma_wait(0, deps=[added, w, total])
-                mbarrier.arrive(v_empty.index(v_slot), count=1)
-                if NARROW:  # noqa: SIM108 - the compiler takes one branch
-                    acc = acc * shrink[:, None] + added
-                else:
-                    acc = added * next_shrink[:, None]
-                shrink = next_shrink
-                p = packed_weights(w, NARROW)
-            v_slot = done % VALUE_STAGES
             mbarrier.wait(v_full.index(v_slot), done // VALUE_STAGES & 1)
-            done += 1
-            if NARROW:
-                added = add_values(p, v_ring, v_slot, zeros, NARROW, LV)
-                added = warpgroup_mma_wait(0, deps=[added])
-                acc = acc * shrink[:, None] + added
-            else:
-                acc = add_values(p, v_ring, v_slot, acc, NARROW, LV)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(v_slot), count=1)
-    else:
-        for block in range(begin, end):
-            slot = done % KEY_STAGES
-            mbarrier.wait(k_full.index(slot), done // KEY_STAGES & 1)
-            s = score(q, e, k_ring, x_ring, slot, L, COLUMNS)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            if tokens - block * KEYS < KEYS:
-                s = hidden(s, tokens - block * KEYS, NARROW, L)
+            acc = add_values(p, v_ring, v_slot, acc, NARROW, LV)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        else:
             w, peak, total, shrink = weights_of(s, peak, total, unit, SHIFT, LV)
             p = packed_weights(w, NARROW)
-            v_slot = done % VALUE_STAGES
             mbarrier.wait(v_full.index(v_slot), done // VALUE_STAGES & 1)
             if NARROW:
                 added = add_values(p, v_ring, v_slot, zeros, NARROW, LV)
@@ -135,8 +89,8 @@ def _attend_part(
                 acc = acc * shrink[:, None]
                 acc = add_values(p, v_ring, v_slot, acc, NARROW, LV)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(v_slot), count=1)
-            done += 1
+        mbarrier.arrive(v_empty.index(v_slot), count=1)
+        done += 1
     return acc, peak, total, done
 
 
@@ -178,15 +132,16 @@ def _piece(number, whole, first, last, key_blocks):
 
 @gluon.jit
 def _consume(
-    bufs, bars, out, lse, part, part_lse, value_scale, sizes, unit,
-    WHICH: gl.constexpr, HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr,
+    given, WHICH: gl.constexpr, HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr,
     NARROW: gl.constexpr, COLUMNS: gl.constexpr,
-    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that multiplies: 64 queries of each piece."""
+    bufs, bars, out, lse, part, part_lse, value_scale, sizes, unit = given
     q_buf, e_buf, k_ring, x_ring, v_ring = bufs
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens = sizes
+    GROUPS: gl.constexpr = q_buf.shape[0]
     QUERIES: gl.constexpr = q_buf.shape[1]
     KEYS: gl.constexpr = k_ring.shape[1]
     SIZE: gl.constexpr = v_ring.shape[2]
@@ -195,6 +150,7 @@ def _consume(
     L8: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 32])
     LP: gl.constexpr = L8 if NARROW else LO
     SHIFT: gl.constexpr = 8.0 if NARROW else 0.0
+    FIXED: gl.constexpr = not NARROW
     past_blocks = gl.cdiv(past_tokens, KEYS)
     key_blocks = past_blocks + gl.cdiv(current_tokens, KEYS)
     whole, first, last = _share(blocks, key_blocks, sharers)
@@ -216,8 +172,8 @@ def _consume(
             acc = gl.convert_layout(acc, LP)
             acc, peak, total, done = _attend_part(
                 acc, peak, total, q, e, rings, part_bars, done,
-                begin, gl.minimum(end, past_blocks), past_tokens, unit,
-                NARROW, COLUMNS, SHIFT, KEY_STAGES, VALUE_STAGES, AHEAD, L, LP,
+                begin, gl.minimum(end, past_blocks), begin, past_tokens, unit,
+                FIXED, NARROW, COLUMNS, SHIFT, KEY_STAGES, VALUE_STAGES, L, LP,
             )  # fmt: skip
             if NARROW:
                 kv_line = line // heads * (heads // group) + line % heads // group
@@ -226,8 +182,9 @@ def _consume(
         if HAS_CURRENT:
             acc, peak, total, done = _attend_part(
                 acc, peak, total, q, e, rings, part_bars, done,
-                gl.maximum(begin - past_blocks, 0), end - past_blocks, current_tokens, unit,
-                False, 0, SHIFT, KEY_STAGES, VALUE_STAGES, AHEAD, L, LO,
+                gl.maximum(begin - past_blocks, 0), end - past_blocks, begin - past_blocks,
+                current_tokens, unit,
+                FIXED, False, 0, SHIFT, KEY_STAGES, VALUE_STAGES, L, LO,
             )  # fmt: skip
         mbarrier.arrive(q_empty, count=1)
 
@@ -236,9 +193,12 @@ def _consume(
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, LO))
         channel = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LO))
         log = peak * unit + (gl.log2(total) - SHIFT)
+        if FIXED:
+            fits = (total < _LARGEST_SUM) & (gl.max(gl.abs(acc), 1) < _LARGEST)
+            log = gl.where(fits, log, float("inf"))
         acc = acc * (1.0 / total)[:, None]
         if end - begin == key_blocks:
-            row = block % row_blocks * (2 * QUERIES) + WHICH * QUERIES + lane
+            row = block % row_blocks * (GROUPS * QUERIES) + WHICH * QUERIES + lane
             place = line.to(gl.int64) * rows + row
             gl.store(lse + place, log * 0.6931471805599453, mask=row < rows)
             target = out + place[:, None] * SIZE + channel[None, :]
@@ -247,7 +207,7 @@ def _consume(
             slot = gl.program_id(0) * 2
             if begin == 0:
                 slot += 1
-            row = slot * (2 * QUERIES) + WHICH * QUERIES + lane
+            row = slot * (GROUPS * QUERIES) + WHICH * QUERIES + lane
             gl.store(part_lse + row, log)
             gl.store(part + row[:, None] * SIZE + channel[None, :], acc)
 
@@ -314,15 +274,16 @@ def _load_values_of(
 
 @gluon.jit
 def _load_keys(
-    descs, bufs, bars, sizes,
-    HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr, NARROW: gl.constexpr,
+    given, HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr, NARROW: gl.constexpr,
     COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads the queries of each piece, then its keys."""
+    descs, bufs, bars, sizes = given
     q_desc, e_desc, k_desc, x_desc, ck_desc = descs
     q_buf, e_buf, k_ring, x_ring = bufs
     q_full, q_empty, k_full, k_empty = bars
     heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens = sizes
+    GROUPS: gl.constexpr = q_buf.shape[0]
     QUERIES: gl.constexpr = q_buf.shape[1]
     SIZE: gl.constexpr = k_ring.shape[2]
     past_blocks = gl.cdiv(past_tokens, k_ring.shape[1])
@@ -332,16 +293,16 @@ def _load_keys(
     for number in range(_pieces(whole, first, last, key_blocks)):
         block, begin, end = _piece(number, whole, first, last, key_blocks)
         line = block // row_blocks
-        row = block % row_blocks * (2 * QUERIES)
+        row = block % row_blocks * (GROUPS * QUERIES)
         batch = line // heads
         head = line % heads
         lane = head // group
         mbarrier.wait(q_empty, (number + 1) & 1)
         if COLUMNS:
-            mbarrier.expect(q_full, q_desc.block_type.nbytes * 2 + e_desc.block_type.nbytes * 2)
+            mbarrier.expect(q_full, (q_desc.block_type.nbytes + e_desc.block_type.nbytes) * GROUPS)
         else:
-            mbarrier.expect(q_full, q_desc.block_type.nbytes * 2)
-        for which in gl.static_range(2):
+            mbarrier.expect(q_full, q_desc.block_type.nbytes * GROUPS)
+        for which in gl.static_range(GROUPS):
             place = [batch, head, row + which * QUERIES, 0]
             _fetch(q_desc, place, q_full, q_buf.index(which), [1, 1, QUERIES, SIZE])
             if COLUMNS:
@@ -361,11 +322,12 @@ def _load_keys(
 
 @gluon.jit
 def _load_values(
-    descs, v_ring, bars, sizes,
-    HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr, NARROW: gl.constexpr, STAGES: gl.constexpr,
+    given, HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr, NARROW: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads values. Keys are another's: they are wanted a block earlier, and would
     wait here for room for values."""
+    descs, v_ring, bars, sizes = given
     v_desc, cv_desc = descs
     v_full, v_empty = bars
     heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens = sizes
@@ -401,22 +363,21 @@ def forward(
     q_desc, e_desc, k_desc, x_desc, v_desc, ck_desc, cv_desc,
     out, lse, part, part_lse, value_scale,
     unit, heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr, SIZE: gl.constexpr,
+    GROUPS: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, SIZE: gl.constexpr,
     HAS_PAST: gl.constexpr, HAS_CURRENT: gl.constexpr, NARROW: gl.constexpr,
     COLUMNS: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     thin: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     bytes_: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_buf = gl.allocate_shared_memory(gl.bfloat16, [2, QUERIES, SIZE], wide)
+    q_buf = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, QUERIES, SIZE], wide)
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [KEY_STAGES, KEYS, SIZE], wide)
     e_buf = q_buf
     x_ring = k_ring
     if COLUMNS:
-        e_buf = gl.allocate_shared_memory(gl.bfloat16, [2, QUERIES, COLUMNS], thin)
+        e_buf = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, QUERIES, COLUMNS], thin)
         x_ring = gl.allocate_shared_memory(gl.bfloat16, [KEY_STAGES, KEYS, COLUMNS], thin)
     if NARROW and not HAS_CURRENT:
         v_ring = gl.allocate_shared_memory(gl.float8e4nv, [VALUE_STAGES, SIZE, KEYS], bytes_)
@@ -429,34 +390,35 @@ def forward(
     v_full = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], bar)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    mbarrier.init(q_empty, count=GROUPS)
     for i in gl.static_range(KEY_STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
     for i in gl.static_range(VALUE_STAGES):
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
 
     bufs = (q_buf, e_buf, k_ring, x_ring, v_ring)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, rows, row_blocks, blocks, sharers, past_tokens, current_tokens)
+    consumed = (bufs, bars, out, lse, part, part_lse, value_scale, sizes, unit)
+    keys_of = ((q_desc, e_desc, k_desc, x_desc, ck_desc), (q_buf, e_buf, k_ring, x_ring),
+               (q_full, q_empty, k_full, k_empty), sizes)  # fmt: skip
+    values_of = ((v_desc, cv_desc), v_ring, (v_full, v_empty), sizes)
     gl.warp_specialize(
         [
-            (_consume, (bufs, bars, out, lse, part, part_lse, value_scale, sizes, unit,
-                        0, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES, VALUE_STAGES,
-                        AHEAD)),
-            (_consume, (bufs, bars, out, lse, part, part_lse, value_scale, sizes, unit,
-                        1, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES, VALUE_STAGES,
-                        AHEAD)),
-            (_load_keys, ((q_desc, e_desc, k_desc, x_desc, ck_desc),
-                          (q_buf, e_buf, k_ring, x_ring), (q_full, q_empty, k_full, k_empty),
-                          sizes, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES)),
-            (_load_values, ((v_desc, cv_desc), v_ring, (v_full, v_empty), sizes,
-                            HAS_PAST, HAS_CURRENT, NARROW, VALUE_STAGES)),
+            (_consume, (consumed, 0, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES,
+                        VALUE_STAGES)),
+            (_consume, (consumed, 1, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES,
+                        VALUE_STAGES)),
+            (_consume, (consumed, 2, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES,
+                        VALUE_STAGES)),
+            (_load_keys, (keys_of, HAS_PAST, HAS_CURRENT, NARROW, COLUMNS, KEY_STAGES)),
+            (_load_values, (values_of, HAS_PAST, HAS_CURRENT, NARROW, VALUE_STAGES)),
         ],
-        [4, 1, 1],
-        [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        [4, 4, 1, 1],
+        [REGISTERS, REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
 
 

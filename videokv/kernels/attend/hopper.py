@@ -17,11 +17,12 @@ from videokv.tensors import E4M3
 _LOG2_E = 1.4426950408889634
 SIZE = 128  # of heads and of values
 COLUMNS = 16
-QUERIES = 64  # of a warpgroup
+GROUPS = 3  # warpgroups that multiply
+QUERIES = 64  # of each
 KEYS = 128  # of a block
 STAGES = 2  # blocks of keys, and of values, in shared memory
-_WARPS = 12  # 4 + 4 that multiply, 2 that load and 2 that fill up their warpgroup
-_MULTIPLIER_REGISTERS, _LOADER_REGISTERS, _ALL_REGISTERS = 240, 24, 65536
+_WARPS = 4 * GROUPS + 4  # the others: two that load and two that fill up their warpgroup
+_MULTIPLIER_REGISTERS, _LOADER_REGISTERS, _ALL_REGISTERS = 160, 24, 65536
 _SMALLEST_SHARE = 4  # blocks of keys
 
 
@@ -82,11 +83,11 @@ def _in_fours(keys: Tensor) -> bool:
     return end * keys.element_size() <= keys.untyped_storage().nbytes()
 
 
-def attend(call: Call, *, ahead: bool | None = None) -> tuple[Tensor, Tensor]:
+def attend(call: Call) -> tuple[Tensor, Tensor]:
     """See the package; for calls that ``refusal`` finds no reason against.
 
-    ahead: whether a warpgroup begins the scores of the next block before the values of this one;
-    None takes what was faster on an H200.
+    Values in BF16: rows whose weights may not have fitted into float32 have a log-sum-exp that is
+    not finite, and no output.
     """
     query, past, current = call.query, call.past, call.current
     if not _movable(query):
@@ -99,7 +100,7 @@ def attend(call: Call, *, ahead: bool | None = None) -> tuple[Tensor, Tensor]:
     past_tokens = 0 if past is None else past.keys.shape[2]
     current_tokens = 0 if current is None else current.keys.shape[2]
     key_blocks = _ceil(past_tokens, KEYS) + _ceil(current_tokens, KEYS)
-    row_blocks = _ceil(rows, 2 * QUERIES)
+    row_blocks = _ceil(rows, GROUPS * QUERIES)
     blocks = row_blocks * batch * heads
     programs = _programs(query.device)
     first_block = blocks // programs * programs
@@ -109,8 +110,8 @@ def attend(call: Call, *, ahead: bool | None = None) -> tuple[Tensor, Tensor]:
     lse = torch.empty(batch, heads, rows, device=query.device, dtype=torch.float32)
     # The first and the last piece of a share may be parts of a block of queries.
     pieces = 2 * sharers if rest else 1
-    part = torch.empty(pieces, 2 * QUERIES, SIZE, device=query.device, dtype=torch.float32)
-    part_lse = torch.empty(pieces, 2 * QUERIES, device=query.device, dtype=torch.float32)
+    part = torch.empty(pieces, GROUPS * QUERIES, SIZE, device=query.device, dtype=torch.float32)
+    part_lse = torch.empty(pieces, GROUPS * QUERIES, device=query.device, dtype=torch.float32)
     with on_device(query.device):
         forward[(programs,)](
             _described(query, [1, 1, QUERIES, SIZE]),
@@ -122,18 +123,17 @@ def attend(call: Call, *, ahead: bool | None = None) -> tuple[Tensor, Tensor]:
             None if past is None or past.value_scale is None else past.value_scale.contiguous(),
             call.scale * _LOG2_E, heads, heads // held.keys.shape[1], rows, row_blocks, blocks,
             sharers, past_tokens, current_tokens,
-            QUERIES=QUERIES, KEYS=KEYS, SIZE=SIZE,
+            GROUPS=GROUPS, QUERIES=QUERIES, KEYS=KEYS, SIZE=SIZE,
             HAS_PAST=past is not None, HAS_CURRENT=current is not None, NARROW=narrow,
             COLUMNS=0 if extra_query is None else COLUMNS,
             KEY_STAGES=STAGES, VALUE_STAGES=STAGES,
-            AHEAD=not narrow if ahead is None else ahead,
             REGISTERS=_MULTIPLIER_REGISTERS, LOADER_REGISTERS=_LOADER_REGISTERS,
             num_warps=4, maxnreg=_ALL_REGISTERS // (_WARPS * 32) // 8 * 8,
         )  # fmt: skip
         if rest:
-            merge[(blocks - first_block, 4)](
+            merge[(blocks - first_block, 2 * GROUPS)](
                 out, lse, part, part_lse, rows, row_blocks, first_block, rest, key_blocks,
-                sharers, QUERIES=2 * QUERIES, SIZE=SIZE, BM=QUERIES // 2, num_warps=4,
+                sharers, QUERIES=GROUPS * QUERIES, SIZE=SIZE, BM=QUERIES // 2, num_warps=4,
             )  # fmt: skip
     return out, lse
 

@@ -31,12 +31,18 @@ _COUNTS = [
 ]
 
 
-def attend(call: Call, *, tile: Tile) -> tuple[Tensor, Tensor]:
-    """See the package."""
+def attend(
+    call: Call, *, tile: Tile, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """See the package. into: output and log-sum-exp of another kernel; only blocks of queries in
+    which a log-sum-exp is not finite are done, in place."""
     query = _last_dense(call.query)
     batch, heads, rows, size = query.shape
-    out = query.new_empty(batch, heads, rows, call.value_dim)
-    lse = torch.empty(batch, heads, rows, device=query.device, dtype=torch.float32)
+    if into is None:
+        out = query.new_empty(batch, heads, rows, call.value_dim)
+        lse = torch.empty(batch, heads, rows, device=query.device, dtype=torch.float32)
+    else:
+        out, lse = into
     extra_query, extra_keys = _columns(call)
     past, current = _dense_rows(call.past), _dense_rows(call.current)
     described = tile.descriptors and _describable(query.device, past, current, extra_keys)
@@ -77,6 +83,7 @@ def attend(call: Call, *, tile: Tile) -> tuple[Tensor, Tensor]:
             VALUES8=past is not None and past.values.dtype == E4M3,
             TURNED=past is not None and past.values.stride(3) != 1,
             DESCRIBED=described,
+            AGAIN=into is not None,
             PRECISION=products(query.dtype, query.device),
             ALIGN=_alignment(query, past, current, extra_query, extra_keys),
             num_warps=tile.warps,
@@ -98,7 +105,7 @@ def _forward(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BF: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_PAST: tl.constexpr, HAS_CURRENT: tl.constexpr,
     CAUSAL: tl.constexpr, KEYS8: tl.constexpr, VALUES8: tl.constexpr, TURNED: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    DESCRIBED: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -108,6 +115,10 @@ def _forward(
     lane = kv_head.to(tl.int32)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     live = row < rows
+    if AGAIN:
+        found = tl.load(lse + tl.program_id(1).to(tl.int64) * rows + row, mask=live, other=0.0)
+        if tl.max((tl.abs(found) < float("inf")).to(tl.int32) == 0, 0) == 0:
+            return
     channel = tl.arange(0, BD)
     value_channel = tl.arange(0, BDV)
     places = row[:, None].to(tl.int64) * q_m + channel[None, :]
