@@ -22,6 +22,7 @@ from videokv.attention.columns import ColumnCall, plan_calls, with_columns
 from videokv.kernels.score_columns import keep_noise, placement, reference, stacked_bases
 from videokv.kernels.score_columns import triton as kernel
 from videokv.kernels.score_columns import triton_energies as energies
+from videokv.kernels.score_columns import triton_sums as sums
 from videokv.noise import QueryMap, ScoreNoise
 from videokv.protocols import Segment
 from videokv.rotation import Rotation
@@ -111,7 +112,7 @@ def time_variants(kind: str, query: Tensor) -> None:
     for rows, warps, unrolled in VARIANTS:
         kernel.ROWS, kernel.WARPS, kernel.UNROLLED = rows, warps, unrolled
 
-        energies.MOST_GROUPS = 0  # the direct way, which these constants are of
+        energies.MOST_GROUPS = sums.MOST_GROUPS = 0  # the direct way, which these constants are of
 
         def run(of: Tensor = query) -> Tensor:
             return kernel.widen_query(of, maps, scale=SCALE, width=SIZE + SPARE, bases=bases)
@@ -124,7 +125,15 @@ def time_variants(kind: str, query: Tensor) -> None:
         except Exception as problem:  # noqa: BLE001 - one variant must not end the others
             print(f"{name}: FAILED {str(problem).splitlines()[0][:120]}", flush=True)
     kernel.ROWS, kernel.WARPS, kernel.UNROLLED = VARIANTS[0]
-    energies.MOST_GROUPS = 2
+    energies.MOST_GROUPS, sums.MOST_GROUPS = 2, 8
+    if sums.serves(query, maps):
+        for rows, warps in ((64, 4), (128, 8), (64, 8), (128, 4), (32, 4), (64, 2)):
+            sums.ROWS, sums.WARPS = rows, warps
+            got = run(few)[..., SIZE:].double()
+            error = float((got - want).norm() / want.norm())
+            took = milliseconds(run)
+            print(f"{kind} by sums: {rows} rows, {warps} warps: {took:.4f} ms, error {error:.1e}")
+        sums.ROWS, sums.WARPS = 64, 8
     if bases is None or not energies.serves(query, maps, bases):
         return
     for rows, warps in ((64, 4), (128, 8), (64, 8), (128, 4), (32, 4)):

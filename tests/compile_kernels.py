@@ -217,6 +217,16 @@ def _cases() -> dict:
             width=144,
             bases=torch.ones(6, 1, 2, 8, 128, dtype=bf16),
         ),
+        **{
+            f"score columns of {128 // group} groups": partial(
+                columns.widen_query,
+                call.query,
+                [QueryMap(group, Rotation(128))],
+                scale=0.1,
+                width=144,
+            )
+            for group in (32, 128)
+        },
         "key columns of a history": partial(
             columns.place_key_columns,
             torch.empty(1, 2, 67, 16, dtype=bf16),

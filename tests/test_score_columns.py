@@ -14,7 +14,7 @@ from videokv.rotation import Rotation
 
 pytest.importorskip("triton")
 from videokv.kernels.score_columns import triton as kernel  # noqa: E402
-from videokv.kernels.score_columns import triton_energies  # noqa: E402
+from videokv.kernels.score_columns import triton_energies, triton_sums  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -57,6 +57,23 @@ def test_queries(kind, size, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 8e-3
     error = (got.double() - want)[..., size:].norm() / want[..., size:].norm()
     assert float(error) < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turn", [None, Rotation(128, 3)])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+def test_sums_of_groups(group, turn, dtype):
+    query = draw(2, 4, 3, 70, 128, seed=9).to(dtype)[:, :, 1, :67]
+    used = [QueryMap(group, turn)]
+    assert triton_sums.serves(query, used)
+    assert not triton_sums.serves(query, [QueryMap(group, turn, None, 4)])
+    assert not triton_sums.serves(query, [QueryMap(8, turn)])
+    got = kernel.widen_query(query, used, scale=0.11, width=144)
+    want = reference.widen_query(query.double(), used, scale=0.11, width=144)
+    columns = 128 + 128 // group
+    assert torch.equal(got[..., :128], query) and not got[..., columns:].any()
+    error = (got.double() - want)[..., 128:columns].abs() / want[..., 128:columns].abs()
+    assert float(error.max()) < (1e-5 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize("tokens", [1, 130])

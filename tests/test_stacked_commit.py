@@ -325,15 +325,41 @@ def test_groups_are_no_larger_than_a_read_or_the_budget(together, monkeypatch):
     recipe = videokv.recipe("rtn-2bit")
     cache = filled(recipe, [40] * 3, layers=6, size=32)
     token_bytes = 2 * 2 * 32 * 4  # keys and values, heads, channels, float32
-    # Keys and values are copied in turn: a read of one chunk is worth two layers, of two four
+    # Keys and values are copied and packed in turn (to 2.9 of 32 bits). With its queries and output
+    # a read of one chunk is worth two layers (how much it packs to is not known yet), of two five
     # (of six layers: twice three), of three all six.
     assert seen == [2, 2, 2, 3, 3, 6]
-    assert cache.memory().workspace_peak_bytes == 6 * 40 * token_bytes // 2
+    packed_bytes = held_bytes([c.keys for c in cache.layer_states()[0].chunks]) // 3
+    assert cache.memory().workspace_peak_bytes == 6 * (40 * token_bytes // 2 + packed_bytes)
     seen.clear()
     budget = 2 * 40 * token_bytes
     cache = KVCache(recipe, workspace_bytes=budget)
     filled(recipe, [40] * 5, layers=6, size=32, cache=cache)
     assert seen == [2, 2, 2, *[3] * 8] and cache.memory().workspace_peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    "name", ["rtn-4bit", "quarot-2bit+calibrated", "quantwm-2bit+calibrated", "videokv-2bit+taylor"]
+)
+def test_what_is_packed_of_a_group_is_counted_and_bound(monkeypatch, name):
+    monkeypatch.setattr(stacking, "STACKED_ON", ("cpu",))
+    found = []
+    packed = stacking._packed
+
+    def watched(coding, jobs, **options):
+        done = packed(coding, jobs, **options)
+        rows_bytes = sum(job.chunk.keys.nbytes for job in jobs)
+        found.append((rows_bytes + held_bytes([c.keys for c in done.chunks]), done.stack_bytes))
+        return done
+
+    monkeypatch.setattr(stacking, "_packed", watched)
+    tokens, size = 400, 128
+    cache = filled(videokv.recipe(name), [tokens] * 5, layers=8, size=size, dtype=torch.bfloat16)
+    width = 2 * size + (16 if "+" in name else 0)  # keys, their columns, values
+    read_bytes = 6 * tokens * 2 * width * 2  # heads, bytes of bfloat16; the rows, queries, outputs
+    assert all(alive <= counted <= read_bytes for alive, counted in found)
+    assert max(counted for _, counted in found) == cache.memory().workspace_peak_bytes
+    assert len(found) >= 4
 
 
 def test_queries_that_nobody_looks_at_are_not_held():

@@ -8,6 +8,7 @@ device, pick batch rows, save) walks those fields, so a new format gets all of i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -84,15 +85,26 @@ def walk_tensors(holder: Any) -> Iterator[Tensor]:
     """Every tensor reachable through dataclass fields, tuples, lists and dicts, in field order."""
     if isinstance(holder, Tensor):
         yield holder
-    elif dataclasses.is_dataclass(holder) and not isinstance(holder, type):
-        for field in dataclasses.fields(holder):
-            yield from walk_tensors(getattr(holder, field.name))
+        return
+    kind: Any = type(holder)
+    names = _field_names(kind)
+    if names is not None:
+        for name in names:
+            yield from walk_tensors(getattr(holder, name))
     elif isinstance(holder, (tuple, list)):
         for item in holder:
             yield from walk_tensors(item)
     elif isinstance(holder, dict):
         for item in holder.values():
             yield from walk_tensors(item)
+
+
+@functools.lru_cache(maxsize=256)
+def _field_names(kind: Any) -> tuple[str, ...] | None:
+    """Of a dataclass; None of any other class."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def map_tensors(holder: T, function: Callable[[Tensor], Tensor]) -> T:

@@ -20,6 +20,7 @@ from torch import Tensor
 from videokv.cache.chunks import SAMPLED_QUERIES, DenseChunk, Job, PackedChunk
 from videokv.cache.layer import LayerCache
 from videokv.cache.moment import reads_queries
+from videokv.cache.rows import SPARE_CHANNELS
 from videokv.cache.state import Coding
 from videokv.kernels.gpu import say_once
 from videokv.kernels.score_columns import ChunkColumns, chunk_columns
@@ -32,6 +33,7 @@ MOST_HEADS = 65535  # batch rows times heads that a kernel's grid takes
 _LEAVES = {Tensor, torch.dtype, torch.Size, type(None), bool, int, float, str}
 
 T = TypeVar("T")
+_Keys = tuple[Packed | None, Tensor | None, ChunkColumns | None]
 
 
 class _Unlike(Exception):
@@ -41,7 +43,8 @@ class _Unlike(Exception):
 @dataclass(frozen=True)
 class Stacked:
     """chunks: one a layer. columns: what reads keep of their noise, None where it has to be made at
-    the first read. stack_bytes: of the stacked copies that were alive at once."""
+    the first read. stack_bytes: of the stacked copies, and of what was packed of them, that were
+    alive at once."""
 
     chunks: list[PackedChunk]
     columns: list[ChunkColumns | None]
@@ -53,8 +56,9 @@ def groups(
 ) -> Iterator[list[LayerCache]]:
     """Consecutive layers that pack chunks of the same kinds when rows up to ``end`` are committed.
 
-    A group's copies take at most what a layer's last read took (its visible tokens in the model's
-    dtype), and at most ``room_bytes``. Keys and values are stacked one after the other.
+    A group's copies, and what is packed from them, take at most what a layer's last read took (its
+    visible tokens in the model's dtype), and at most ``room_bytes``; a layer of its own may take
+    more. Keys are packed, and apart again, before values are stacked.
     """
     first = 0
     while first < len(layers):
@@ -93,36 +97,51 @@ def packed_together(
 
 
 def _packed(coding: Coding, jobs: Sequence[Job], *, scale: float, columns: bool) -> Stacked:
+    """Side by side: what was packed of keys is each layer's own before values are stacked."""
     chunks = [job.chunk for job in jobs]
     stack = _Stack(len(jobs), chunks[0].keys.shape[0])
-    keys: Packed | None = None
-    whole = False
-    factors: Tensor | None = None
-    made: ChunkColumns | None = None
+    keys: list[_Keys] = [(None, None, None)] * len(jobs)
+    values: list[Packed | None] = [None] * len(jobs)
     if coding.keys is not None:
-        rows = stack.rows([chunk.keys for chunk in chunks])
-        keys = _encoded(coding.keys, coding.seed, "key", rows, jobs, stack)
-        whole = stack.even or getattr(coding.correction, "blank_terms", False)
-        if coding.correction is not None and whole:
-            wanted = reads_queries(coding.correction)
-            queries = stack.joined([c.queries for c in chunks]) if wanted else None
-            factors = coding.correction.fit(keys, rows, queries, scale=scale)
-            made = _columns(coding.correction, keys, factors, rows) if columns else None
-        del rows
-    values: Packed | None = None
+        keys = _packed_keys(coding, coding.keys, jobs, stack, scale=scale, columns=columns)
     if coding.values is not None:
         rows = stack.rows([chunk.values for chunk in chunks])
-        values = _encoded(coding.values, coding.seed, "value", rows, jobs, stack)
-        del rows
-    done, known = [], []
-    parts = stack.split((keys, values, factors, made))
-    for number, (chunk, own) in enumerate(zip(chunks, parts, strict=True)):
-        fit = own[2]
-        if coding.correction is not None and own[0] is not None and not whole:
-            fit = coding.correction.fit(own[0], chunk.keys, chunk.queries, scale=scale)
-        done.append(_chunk(chunk, *own[:2], fit))
-        known.append(own[3] if stack.like_all(number) else None)
-    return Stacked(done, known, stack.peak_bytes)
+        values = stack.split(_encoded(coding.values, coding.seed, "value", rows, jobs, stack))
+    done = [
+        _chunk(chunk, side, own, factors)
+        for chunk, (side, factors, _), own in zip(chunks, keys, values, strict=True)
+    ]
+    return Stacked(done, [made for _, _, made in keys], stack.peak_bytes)
+
+
+def _packed_keys(
+    coding: Coding,
+    quantizer: Quantizer,
+    jobs: Sequence[Job],
+    stack: _Stack,
+    *,
+    scale: float,
+    columns: bool,
+) -> list[_Keys]:
+    """Of each layer: its keys, the factors of the correction, the columns of their noise."""
+    chunks, correction = [job.chunk for job in jobs], coding.correction
+    rows = stack.rows([chunk.keys for chunk in chunks])
+    keys = _encoded(quantizer, coding.seed, "key", rows, jobs, stack)
+    whole = stack.even or getattr(correction, "blank_terms", False)
+    factors: Tensor | None = None
+    made: ChunkColumns | None = None
+    if correction is not None and whole:
+        wanted = reads_queries(correction)
+        queries = stack.joined([c.queries for c in chunks]) if wanted else None
+        factors = correction.fit(keys, rows, queries, scale=scale)
+        made = _columns(correction, keys, factors, rows) if columns else None
+    found: list[_Keys] = []
+    parts = stack.split((keys, factors, made))
+    for number, (chunk, (own, fit, known)) in enumerate(zip(chunks, parts, strict=True)):
+        if correction is not None and not whole:
+            fit = correction.fit(own, chunk.keys, chunk.queries, scale=scale)
+        found.append((own, fit, known if stack.like_all(number) else None))
+    return found
 
 
 def _columns(
@@ -160,9 +179,7 @@ def _encoded(
     looked_at = before if _may_differ(before[0]) else ()
     if any(not hasattr(part, "fields_apart") for part in _set_by_data(looked_at)):
         raise _Unlike  # so would this chunk, most likely
-    # Nobody looks at the tensors of the chunk before: it only has to be of the same kind.
-    looks = getattr(quantizer, "reads_previous", True)
-    previous = stack.joined(before) if looks else stack.alike(before)
+    previous = stack.joined(before) if getattr(quantizer, "reads_previous", True) else None
     moment = None
     if jobs[0].moment is not None and reads_queries(quantizer):
         moment = stack.joined([None if job.moment is None else job.moment.mean for job in jobs])
@@ -218,21 +235,23 @@ class _Stack:
     def __init__(self, count: int, batch: int) -> None:
         self.count = count
         self.batch = batch
-        self._joined_bytes = self._rows_bytes = 0
+        self._joined_bytes = self._rows_bytes = self._side_bytes = 0
         self._whole: dict[tuple[int, ...], Tensor] = {}
         self._parts: dict[int, list[Tensor]] = {}
         self._apart: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
 
     @property
     def peak_bytes(self) -> int:
-        """Of everything joined, and of the largest rows, which are let go one after another."""
-        return self._joined_bytes + self._rows_bytes
+        """Of everything joined, and of the rows of a side with what was packed of them: one side
+        is let go after the other."""
+        return self._joined_bytes + self._side_bytes
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The rows of all, of which nothing is kept here."""
+        """The rows of all of the next side, of which nothing is kept here."""
         self._check(tensors)
+        self._apart = {}  # of the side before
         whole = _cat(tensors)
-        self._rows_bytes = max(self._rows_bytes, whole.nbytes)
+        self._rows_bytes = whole.nbytes
         return whole
 
     @property
@@ -258,49 +277,44 @@ class _Stack:
 
     def joined(self, holders: Sequence[T]) -> T:
         """One holder (dataclasses, tuples, tensors) with the rows of all, layer by layer."""
-        return self._visit(holders, copy=True)
-
-    def alike(self, holders: Sequence[T]) -> T:
-        """The first, where the others differ in nothing but the numbers in their tensors."""
-        self._visit(holders, copy=False)
-        return holders[0]
+        return self._visit(holders)
 
     def split(self, holder: T) -> list[T]:
-        """Each layer's rows in storages of its own; what was joined comes apart as it came, so
-        that chunks go on sharing tensors."""
+        """Each layer's rows in storages of its own, of what was made of a side; what was joined
+        comes apart as it came, so that chunks go on sharing tensors."""
         parts = dict(self._parts)
         new = {id(t): t for t in walk_tensors(holder) if id(t) not in parts}
+        made_bytes = held_bytes(list(new.values()))
+        self._side_bytes = max(self._side_bytes, self._rows_bytes + made_bytes)
         parts |= self._copied(new.values())
         return self._filled(holder, parts)
 
-    def _visit(self, holders: Sequence[Any], *, copy: bool) -> Any:
+    def _visit(self, holders: Sequence[Any]) -> Any:
         first = holders[0]
         if any(type(other) is not type(first) for other in holders):
             raise _Unlike
         if isinstance(first, Tensor):
-            return self._tensors(holders, copy=copy)
+            return self._tensors(holders)
         names = _fields(first)
         if names is not None:
             free = getattr(first, "fields_by_data", ())
-            found = {n: self._field(n, holders, copy=copy) for n in names if n not in free}
+            found = {n: self._field(n, holders) for n in names if n not in free}
             return _with(first, found)
         if isinstance(first, (tuple, list)):
             if any(len(other) != len(first) for other in holders):
                 raise _Unlike
-            return type(first)(
-                self._visit(items, copy=copy) for items in zip(*holders, strict=True)
-            )
+            return type(first)(self._visit(items) for items in zip(*holders, strict=True))
         if isinstance(first, dict):
             if any(other.keys() != first.keys() for other in holders):
                 raise _Unlike
-            return {k: self._visit([held[k] for held in holders], copy=copy) for k in first}
+            return {k: self._visit([held[k] for held in holders]) for k in first}
         if any(other is not first and other != first for other in holders):
             raise _Unlike
         return first
 
-    def _field(self, name: str, holders: Sequence[Any], *, copy: bool) -> Any:
-        found = self._visit([getattr(holder, name) for holder in holders], copy=copy)
-        if copy and name == "shape" and isinstance(found, tuple) and found[0] == self.batch:
+    def _field(self, name: str, holders: Sequence[Any]) -> Any:
+        found = self._visit([getattr(holder, name) for holder in holders])
+        if name == "shape" and isinstance(found, tuple) and found[0] == self.batch:
             return (self.count * self.batch, *found[1:])
         return found
 
@@ -312,10 +326,8 @@ class _Stack:
                for t in tensors):  # fmt: skip
             raise _Unlike
 
-    def _tensors(self, tensors: Sequence[Tensor], *, copy: bool) -> Tensor:
+    def _tensors(self, tensors: Sequence[Tensor]) -> Tensor:
         self._check(tensors)
-        if not copy:
-            return tensors[0]
         key = tuple(id(tensor) for tensor in tensors)
         if key not in self._whole:
             whole = _cat(tensors)
@@ -446,15 +458,25 @@ def _most(layer: LayerCache, end: int, room_bytes: int | None) -> int:
     if layout is None or layout.device.type not in STACKED_ON or not _stackable(coding):
         return 1
     fresh = end - state.length
-    read_bytes = layout.token_bytes() * (layer.visible_tokens + fresh)
+    read_bytes = _read_bytes(layer, fresh)
     room = read_bytes if room_bytes is None else min(read_bytes, room_bytes)
     heads = MOST_HEADS // (layout.batch * layout.kv_heads)
     return max(1, min(room // max(1, _stack_bytes(layer, fresh)), heads))
 
 
+def _read_bytes(layer: LayerCache, fresh: int) -> int:
+    """What the layer's last read took: all visible rows in one buffer, queries with their columns,
+    outputs (of as many heads as keys have, at least)."""
+    layout = layer.state.layout
+    assert layout is not None
+    columns = 0 if layer.coding.correction is None else layout.row_bytes(SPARE_CHANNELS)
+    row_bytes = layout.token_bytes() + columns
+    return row_bytes * (layer.visible_tokens + fresh) + row_bytes * fresh
+
+
 def _stack_bytes(layer: LayerCache, fresh: int) -> int:
-    """At most what a layer adds to the copies of its group: rows of one side, queries, moment and
-    the chunk before."""
+    """At most what a layer adds to the copies of its group (rows of one side, queries, moment, the
+    chunk before) and to what is packed of that side."""
     coding, state = layer.coding, layer.state
     assert state.layout is not None and state.tail is not None
     waiting = [c.tokens for c in state.chunks if isinstance(c, DenseChunk) and not c.pinned]
@@ -471,7 +493,25 @@ def _stack_bytes(layer: LayerCache, fresh: int) -> int:
         for quantizer, side in ((coding.keys, chunk.keys), (coding.values, chunk.values)):
             if quantizer is not None and getattr(quantizer, "reads_previous", True):
                 size_bytes += held_bytes(side)
-    return size_bytes
+    return size_bytes + _packed_bytes(layer, tokens, before)
+
+
+def _packed_bytes(layer: LayerCache, tokens: int, before: Sequence[PackedChunk]) -> int:
+    """What packing the larger side of a chunk gives, keys with the columns of their noise: as much
+    a token as the one before took; the first is taken for dense."""
+    layout = layer.state.layout
+    assert layout is not None
+    if not before:
+        return tokens * layout.row_bytes(max(layout.key_dim, layout.value_dim))
+    (chunk,) = before
+    keys_bytes, values_bytes = (
+        0 if isinstance(side, Tensor) else -(-held_bytes(side, more) * tokens // chunk.tokens)
+        for side, more in ((chunk.keys, chunk.factors), (chunk.values, None))
+    )
+    if layer.keeps_columns:
+        held = sum(c.tokens for c in layer.state.chunks if isinstance(c, PackedChunk))
+        keys_bytes += -(-layer.noise_bytes * tokens // held)
+    return max(keys_bytes, values_bytes)
 
 
 def _stackable(coding: Coding) -> bool:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.gpu import on_device, products
-from videokv.kernels.score_columns import triton_energies
+from videokv.kernels.score_columns import triton_energies, triton_sums
 from videokv.kernels.score_columns.placement import TOKENS, Placement
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation, signs
@@ -44,6 +44,8 @@ def widen_query(
     """See the package."""
     if bases is not None and triton_energies.serves(query, maps, bases):
         return triton_energies.widen_query(query, maps, scale=scale, width=width, bases=bases)
+    if triton_sums.serves(query, maps):
+        return triton_sums.widen_query(query, maps, scale=scale, width=width)
     query = query if query.stride(3) == 1 else query.contiguous()
     batch, heads, rows, size = query.shape
     out = query.new_empty(batch, heads, rows, width)
