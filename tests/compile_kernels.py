@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from videokv.kernels.launches import Launches
+
 
 @contextlib.contextmanager
 def compiled_for(capability: int) -> Iterator[list]:
@@ -28,11 +30,17 @@ def compiled_for(capability: int) -> Iterator[list]:
         return kernel
 
     triton.runtime.driver.set_active(_driver(capability))
+
+    def launched_anew(self, *arguments):
+        self._kernel[self._grid](*arguments, **self._constants)
+
     triton.runtime.jit.JITFunction.run = compile_only
+    again, Launches.__call__ = Launches.__call__, launched_anew
     try:
         yield found
     finally:
         triton.runtime.jit.JITFunction.run = run
+        Launches.__call__ = again
 
 
 def _driver(capability: int) -> types.SimpleNamespace:

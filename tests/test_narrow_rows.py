@@ -114,8 +114,12 @@ def test_peaks_are_found_once_a_chunk_and_go_with_it():
     first = held.decode_calls
     held.gathered_narrow(current())
     assert held.decode_calls - first == 4  # two packed chunks of two sides: written, not looked at
+    (*_, past, _), (*_, again, _) = (held.gathered_narrow(current()) for _ in range(2))
+    assert past.value_scale is again.value_scale, "kept while the rows are"
     cache.crop(2 * TOKENS)
     assert len(held._peak_of) == 2
+    *_, past, _ = held.gathered_narrow(current())
+    assert past.value_scale is not again.value_scale
 
 
 def test_forgotten_rows_and_waiting_rows():
@@ -179,13 +183,13 @@ def test_the_cache_hands_the_backend_narrow_rows(name, monkeypatch):
     monkeypatch.setattr(FP8_BACKEND, "_verdicts", {})
     # The interpreter truncates where a GPU rounds, which the kernel's check of itself would refuse.
     monkeypatch.setattr("videokv.kernels.attend._FP8_TOLERANCE", 1.5e-1)
-    seen, honest = [], FP8_BACKEND.attend
+    seen, honest = [], FP8_BACKEND.attempt
 
-    def attend_and_see(query, segments, **options):
+    def attempt_and_see(query, segments, **options):
         seen.extend(segments)
         return honest(query, segments, **options)
 
-    monkeypatch.setattr(FP8_BACKEND, "attend", attend_and_see)
+    monkeypatch.setattr(FP8_BACKEND, "attempt", attempt_and_see)
     half = torch.float16
     cache, now, query = (
         filled(name, dtype=half),

@@ -5,6 +5,7 @@ import torch
 from attention_fakes import Draw
 
 import videokv
+from videokv.attention import attend
 from videokv.attention.columns import ColumnCall, with_columns
 from videokv.cache import cache as cache_module
 from videokv.protocols import Segment
@@ -31,6 +32,16 @@ def test_gathered_rows_give_the_same_attention(name, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert gathered.decode_calls == plain.decode_calls
     assert gathered.memory().workspace_peak_bytes >= plain.memory().workspace_peak_bytes > 0
+
+
+def test_current_rows_may_stay_where_they_are(monkeypatch):
+    _, cache = run("quarot-2bit+calibrated", monkeypatch, gather=True)
+    q, k, v = (torch.randn(1, heads, 24, 64) for heads in (4, 2, 2))
+    held, now = cache._layers[0], Segment(k, v)
+    *past, last = held.gathered(now, apart=True)
+    assert last is now and sum(s.keys.shape[2] for s in past) == 96
+    want, _ = attend(q, held.gathered(now), backend="eager")
+    torch.testing.assert_close(attend(q, [*past, last], backend="eager")[0], want)
 
 
 @pytest.mark.parametrize("tokens", [24, 3])

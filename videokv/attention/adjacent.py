@@ -24,15 +24,16 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     if len(parts) == 1:
         return first
     batch, heads, _, size = first.shape
-    steps, dtype, store = first.stride(), first.dtype, first.untyped_storage().data_ptr()
-    start, step, tokens = first.storage_offset(), steps[2], 0
+    steps, dtype, begin = first.stride(), first.dtype, first.data_ptr()
+    row_bytes, tokens = steps[2] * dtype.itemsize, 0
     for part in parts:
         shape = part.shape
-        if part.storage_offset() != start + tokens * step or part.stride() != steps:
+        if part.data_ptr() != begin + tokens * row_bytes or part.stride() != steps:
             return None
-        if part.dtype != dtype or part.untyped_storage().data_ptr() != store:
-            return None
-        if shape[0] != batch or shape[1] != heads or shape[3] != size:
+        if part.dtype != dtype or shape[0] != batch or shape[1] != heads or shape[3] != size:
             return None
         tokens += shape[2]
-    return first.as_strided((batch, heads, tokens, size), steps, start)
+    last = parts[-1]
+    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return None  # neighbours by chance
+    return first.as_strided((batch, heads, tokens, size), steps, first.storage_offset())

@@ -139,12 +139,19 @@ def attend(
     filled = [s for s in segments if s.keys.shape[2]]
     if not filled or not query.shape[2]:
         return _nothing_seen(query, segments[0].values.shape[3], need_lse=need_lse)
+    narrow = any([s.narrow for s in filled])
     own = own_first(query, filled) if backend == "auto" and not causal else None
-    stock = backend in ("auto", "sdpa") and not causal and not any(s.narrow for s in filled)
-    if stock and own is None:
+    if not causal and not narrow and own is None and backend in ("auto", "sdpa"):
         from videokv.attention.sdpa import BACKEND
 
         found = BACKEND.attempt(query, filled, scale=scale, need_lse=need_lse)
+        if not isinstance(found, str):
+            return found
+    elif backend == NARROW_BACKEND or (backend == "triton" and not narrow):
+        from videokv.attention import triton
+
+        ours = triton.FP8_BACKEND if backend == NARROW_BACKEND else triton.BACKEND
+        found = ours.attempt(query, filled, scale=scale, causal=causal, need_lse=need_lse)
         if not isinstance(found, str):
             return found
     choice = _chosen(query, filled, backend=backend, own=own)

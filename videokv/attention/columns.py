@@ -8,6 +8,7 @@ scores are corrected by exactly zero.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class ColumnCall:
     maps: tuple[QueryMap, ...] = ()
     kept: HistoryCall | None = None
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         """Columns appended to q and k."""
         head_dim = self.segments[0].keys.shape[3]
@@ -120,6 +121,7 @@ def query_with_columns(query: Tensor, call: ColumnCall, *, scale: float, width: 
         width=width,
         kv_heads=call.segments[0].keys.shape[1],
         bases=None if call.kept is None else call.kept.bases,
+        known=None if call.kept is None else call.kept.widenings,
     )
 
 

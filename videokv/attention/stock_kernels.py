@@ -279,7 +279,6 @@ def round_up(size: int, multiple: int) -> int:
 
 def _aligned(x: Tensor) -> Tensor:
     """``x``, or a copy where its strides are not what vector loads of 8 elements need."""
-    steps_fit = all(stride % 8 == 0 for stride in x.stride()[:-1])
-    if x.stride(-1) == 1 and (x.device.type == "cpu" or (steps_fit and x.data_ptr() % 16 == 0)):
-        return x
-    return x.contiguous()
+    *steps, last = x.stride()
+    whole = not any([step % 8 for step in steps]) and x.data_ptr() % 16 == 0
+    return x if last == 1 and (whole or x.device.type == "cpu") else x.contiguous()

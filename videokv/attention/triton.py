@@ -52,16 +52,17 @@ class TritonBackend:
     def __init__(self, *, fp8: bool = False) -> None:
         self.fp8 = fp8
         self.name = "triton-fp8" if fp8 else "triton"
+        self._no_exact = (
+            f"{self.name} serves corrections that are columns; correction 'exact' is not: use "
+            "backend='eager', or correction 'taylor' or 'cumulant'"
+        )
         self._verdicts: dict[Hashable, str | None] = {}
         self._kernels: dict[Hashable, str] = {}
 
     def refusal(self, query: Tensor, segments: Sequence[Segment]) -> str | None:
         """Exact terms, what the kernel does not take, and a kernel that failed its check here."""
         if any(term.exact for s in segments for term in s.noise):
-            return (
-                f"{self.name} serves corrections that are columns; correction 'exact' is not: use "
-                "backend='eager', or correction 'taylor' or 'cumulant'"
-            )
+            return self._no_exact
         columns = _column_call(segments).columns
         if columns > MAX_COLUMNS:
             return f"{self.name}: {columns} columns of the correction are more than {MAX_COLUMNS}"
@@ -95,12 +96,27 @@ class TritonBackend:
 
         Raises ValueError with the reason where the kernel cannot serve the call.
         """
-        call = self._call(query, segments, scale=scale, causal=causal)
-        found = attempt(call)
+        found = self.attempt(query, segments, scale=scale, causal=causal, need_lse=need_lse)
         if isinstance(found, str):
-            raise ValueError(f"backend {self.name!r}: {found}; use backend='auto'")
-        out, lse = found
-        return out, lse if need_lse else None
+            raise ValueError(f"backend {found}; use backend='auto'")
+        return found
+
+    def attempt(
+        self,
+        query: Tensor,
+        segments: Sequence[Segment],
+        *,
+        scale: float,
+        causal: bool = False,
+        need_lse: bool = True,
+    ) -> tuple[Tensor, Tensor | None] | str:
+        """``attend``, or the reason of a ``refusal``; planned once for both."""
+        if any([term.exact for s in segments for term in s.noise]):
+            return self._no_exact
+        found = attempt(self._call(query, segments, scale=scale, causal=causal))
+        if isinstance(found, str):
+            return f"{self.name}: {found}"
+        return found[0], found[1] if need_lse else None
 
     def _call(
         self, query: Tensor, segments: Sequence[Segment], *, scale: float, causal: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import Protocol
 
@@ -28,6 +28,8 @@ from videokv.protocols import NARROW_BACKEND, Correction, Quantizer, Role, Segme
 # Backends that read the correction as columns: on a GPU the noise of packed chunks is made once a
 # chunk, in the dtype of the columns. (Where "auto" falls back to the oracle, it sees that too.)
 COLUMN_BACKENDS = ("auto", "sdpa", "triton", NARROW_BACKEND)
+OWN_BACKEND = "triton"  # reads the current rows where they lie
+_AS_IT_IS = nullcontext()
 
 
 class CacheRecipe(Protocol):
@@ -501,8 +503,11 @@ class KVCache:
                 return found
         if self._workspace.budget_bytes is None and worth_gathering(query.device):
             backend = getattr(self.recipe, "backend", None)
-            gather = held.gathered_narrow if backend == NARROW_BACKEND else held.gathered
-            segments = gather(current, keep=backend in COLUMN_BACKENDS)
+            keep = backend in COLUMN_BACKENDS
+            if backend == NARROW_BACKEND:
+                segments = held.gathered_narrow(current, keep=keep)
+            else:
+                segments = held.gathered(current, keep=keep, apart=backend == OWN_BACKEND)
             self._workspace.note_rows(held.index, segments[:-1], noise_bytes=held.noise_bytes)
             return self.recipe.attend(
                 query, segments, scale=scale, causal=causal, need_lse=self._record_mass
@@ -594,8 +599,10 @@ def _checked_scale(scale: float) -> float:
     return float(scale)
 
 
-def _full_precision(device: torch.device) -> torch.autocast:
+def _full_precision(device: torch.device) -> AbstractContextManager[object]:
     """No autocast inside the cache: it would run the codecs' float32 products in bfloat16."""
+    if not torch.is_autocast_enabled(device.type):
+        return _AS_IT_IS
     return torch.autocast(device.type, enabled=False)
 
 

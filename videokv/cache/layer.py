@@ -20,7 +20,7 @@ from videokv.cache.chunks import (
     sliced,
 )
 from videokv.cache.moment import reads_queries, updated
-from videokv.cache.narrow import NarrowBuffer, peak
+from videokv.cache.narrow import NarrowBuffer, ValueScales, peak
 from videokv.cache.rows import SPARE_CHANNELS, Held, Past, RowBuffer
 from videokv.cache.select import selected
 from videokv.cache.state import Coding, Commit, LayerState, Layout
@@ -50,6 +50,7 @@ class LayerCache:
         self._decoding: Decoding | None = None
         self._kept_noise: tuple[History | None, list[tuple[ScoreNoise, ...]]] | None = None
         self._kept_past: Past | None = None
+        self._kept_scales: ValueScales | None = None
         self._visible_tokens: int | None = None
         self._columns: WeakKeyDictionary[PackedChunk, ChunkColumns] = WeakKeyDictionary()
         self.encode_calls = 0
@@ -68,7 +69,7 @@ class LayerCache:
             self._decoding = None
         changed = state.chunks is not old.chunks or state.open is not old.open
         if changed or state.first != old.first:
-            self._kept_noise = self._kept_past = self._visible_tokens = None
+            self._kept_noise = self._kept_past = self._kept_scales = self._visible_tokens = None
         self._state = state
 
     @property
@@ -312,20 +313,23 @@ class LayerCache:
         chunks = tuple(chunk for chunk in state.chunks if chunk.end > first)
         self.state = replace(state, first=first, chunks=chunks, open=waiting)
 
-    def gathered(self, current: Segment, *, keep: bool = False) -> list[Segment]:
+    def gathered(
+        self, current: Segment, *, keep: bool = False, apart: bool = False
+    ) -> list[Segment]:
         """Everything committed and the current rows, one after the other in one buffer.
 
+        apart: the current rows stay where they are.
         keep: the noise is that of a ``History``, made at the first read after the committed rows
-        changed from columns that are made once for each chunk.
+            changed from columns that are made once for each chunk.
         """
         spare = 0 if self.coding.correction is None else SPARE_CHANNELS
-        rows = RowBuffer(self._past(keep=keep), current, spare=spare)
+        rows = RowBuffer(self._past(keep=keep), current, spare=spare, apart=apart)
         found, self._decoding = rows.fill(self._decoding)
         return found
 
     def gathered_narrow(self, current: Segment, *, keep: bool = False) -> list[Segment]:
         """Everything committed in one buffer, values in E4M3, and the current rows as they are."""
-        rows = NarrowBuffer(self._past(keep=keep), current, peak=self._value_peak())
+        rows = NarrowBuffer(self._past(keep=keep), current, scales=self._value_scales())
         found, self._decoding = rows.fill(self._decoding)
         return [*found, current]
 
@@ -397,8 +401,7 @@ class LayerCache:
         if self.coding.correction is None or layout is None:
             return [()] * len(visible)
         if self._kept_noise is None:
-            if layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                # the graph's own memory must not be kept
+            if self._capturing():
                 return [self._noise(part, gone) for part, gone in visible]
             self._kept_noise = self._history(visible, layout) or (None, [])
         history, kept = self._kept_noise
@@ -432,17 +435,37 @@ class LayerCache:
                 self._columns[part] = columns
         return columns
 
+    def _value_scales(self) -> ValueScales:
+        """Of all committed values; kept while they are."""
+        scales = self._kept_scales
+        if scales is None:
+            scales = ValueScales.of(self._value_peak())
+            if not self._capturing():
+                self._kept_scales = scales
+        return scales
+
+    def _capturing(self) -> bool:
+        """Whether memory is a CUDA graph's own, and must not be kept."""
+        layout = self.state.layout
+        on_gpu = layout is not None and layout.device.type == "cuda"
+        return on_gpu and torch.cuda.is_current_stream_capturing()
+
     def _value_peak(self) -> Tensor:
         """The largest magnitudes ``[B, Hkv]`` of all committed values."""
         waiting = () if self.state.open is None else (self.state.open,)
         held: tuple[Chunk | Rows, ...] = (*self.state.chunks, *waiting)
-        for part in held:
-            if part not in self._peak_of:  # looked at once: final rows do not change
-                assert self.state.layout is not None
-                dtype = self.state.layout.dtype
-                self.decode_calls += 0 if isinstance(part.values, Tensor) else 1
-                self._peak_of[part] = peak(decoded(part.values, dtype))
-        return torch.stack([self._peak_of[part] for part in held]).amax(0)
+        return torch.stack([self._peak(part) for part in held]).amax(0)
+
+    def _peak(self, part: Chunk | Rows) -> Tensor:
+        """Looked at once: final rows do not change."""
+        found = self._peak_of.get(part)
+        if found is None:
+            assert self.state.layout is not None
+            self.decode_calls += 0 if isinstance(part.values, Tensor) else 1
+            found = peak(decoded(part.values, self.state.layout.dtype))
+            if not self._capturing():
+                self._peak_of[part] = found
+        return found
 
     def crop(self, length: int, *, decode_partial: bool) -> None:
         """Forget every token from ``length`` on, the tail included.

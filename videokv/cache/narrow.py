@@ -9,6 +9,8 @@ with rounded values and weights alone).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,14 +25,26 @@ ALIGNED_TOKENS = 16  # bytes that a load takes at once
 SMALLEST_PEAK = 1e-30  # below it a scale, or one over it, would leave float32's normal numbers
 
 
+class ValueScales(NamedTuple):
+    """What E4M3 values of a head are multiplied by, ``[B, Hkv]``, and what rows are before they are
+    rounded, ``[B, Hkv, 1, 1]``; float32."""
+
+    scale: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, peak: Tensor) -> ValueScales:
+        """peak: largest magnitudes ``[B, Hkv]`` of all values."""
+        scale = torch.where(peak > SMALLEST_PEAK, peak.float() / E4M3_MAX, 1.0)
+        return cls(scale, (1 / scale)[..., None, None])
+
+
 class NarrowBuffer:
-    """Rows of a past of heads like those of ``current``.
+    """Rows of a past of heads like those of ``current``; scales: of its values."""
 
-    peak: largest magnitudes of all its values, ``[B, Hkv]``.
-    """
-
-    def __init__(self, past: Past, current: Segment, *, peak: Tensor) -> None:
+    def __init__(self, past: Past, current: Segment, *, scales: ValueScales) -> None:
         self._past, tokens = past, past.tokens
+        self._scale, self._factor = scales
         keys, values = current.keys, current.values
         batch, heads, _, size = keys.shape
         room = -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
@@ -38,8 +52,6 @@ class NarrowBuffer:
         self._keys = wide[:, :, :tokens, :size]
         turned = values.new_empty(batch, heads, values.shape[3], room, dtype=E4M3)
         self._values = turned.mT[:, :, :tokens]
-        self.value_scale = torch.where(peak > SMALLEST_PEAK, peak.float() / E4M3_MAX, 1.0)
-        self._factor = (1 / self.value_scale)[..., None, None]
 
     def fill(self, decoding: Decoding | None) -> tuple[list[Segment], Decoding]:
         """See ``RowBuffer.fill``; without the current rows."""
@@ -56,7 +68,7 @@ class NarrowBuffer:
         copy_rows(dense_keys)
         parts = zip(keys, values, past.noise, past.marks, strict=True)
         segments = [
-            Segment(k, v, noise, SPARE_CHANNELS, None, self.value_scale, packed)
+            Segment(k, v, noise, SPARE_CHANNELS, None, self._scale, packed)
             for k, v, noise, packed in parts
         ]
         return segments, decoding

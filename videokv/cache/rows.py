@@ -75,16 +75,16 @@ class Past(NamedTuple):
 
 
 class RowBuffer:
-    """Rows of a past and of ``current`` behind them.
+    """Rows of a past and, unless they stay ``apart``, of ``current`` behind them.
 
     spare: channels after each key that belong to nobody (see ``Segment.spare``).
     """
 
-    def __init__(self, past: Past, current: Segment, *, spare: int) -> None:
+    def __init__(self, past: Past, current: Segment, *, spare: int, apart: bool = False) -> None:
         keys, values = current.keys, current.values
         batch, heads, own, size = keys.shape
-        tokens = past.tokens + own
-        self.spare = spare
+        tokens = past.tokens if apart else past.tokens + own
+        self._spare, self._apart = spare, apart
         self._past, self._current = past, current
         wide = keys.new_empty(batch, heads, tokens, size + spare)
         self._keys = wide[..., :size] if spare else wide
@@ -96,22 +96,23 @@ class RowBuffer:
 
         decoding: of the read before.
         """
-        past, current = self._past, self._current
+        past, current, spare = self._past, self._current, self._spare
         decoding = decoding_of(decoding, past.packed)
         decoding.write(self._keys, self._values)
-        lengths = (*past.lengths, current.keys.shape[2])
+        lengths = past.lengths if self._apart else (*past.lengths, current.keys.shape[2])
         keys = torch.split_with_sizes(self._keys, lengths, 2)
         values = torch.split_with_sizes(self._values, lengths, 2)
         copies = [(rows, (values if side else keys)[number]) for rows, side, number in past.dense]
-        copy_rows([*copies, (current.keys, keys[-1]), (current.values, values[-1])])
-        spare = self.spare
-        # All but the last, which has neither noise nor a mark.
+        if not self._apart:
+            copies += [(current.keys, keys[-1]), (current.values, values[-1])]
+            current = Segment(keys[-1], values[-1], (), spare)
+        copy_rows(copies)
+        # The current rows have neither noise nor a mark.
         segments = [
             Segment(k, v, noise, spare, None, None, packed)
             for k, v, noise, packed in zip(keys, values, past.noise, past.marks, strict=False)
         ]
-        segments.append(Segment(keys[-1], values[-1], (), spare))
-        return segments, decoding
+        return [*segments, current], decoding
 
 
 def decoding_of(decoding: Decoding | None, packed: tuple[Source, ...]) -> Decoding:

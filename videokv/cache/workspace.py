@@ -114,7 +114,8 @@ class Workspace:
         self._noise_bytes = {}
 
     def _others(self, layer: int | None) -> int:
-        noise = sum(size for number, size in self._noise_bytes.items() if number != layer)
+        own = 0 if layer is None else self._noise_bytes.get(layer, 0)
+        noise = sum(self._noise_bytes.values()) - own
         return noise + sum(segment_bytes(seg) for key, seg in self.kept.items() if key[0] != layer)
 
     def _make_room(self, chunks: int) -> None:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from videokv.kernels.grids import next_power_of_2
 from videokv.kernels.numbers import (
     decode_e4m3,
     encode_e4m3,
@@ -31,7 +32,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def row_alignment(x: Tensor) -> int:
     """What offsets of heads are multiples of, in elements (at most 16): how wide loads may be."""
-    return math.gcd(16, *(x.stride(axis) for axis in (0, 1) if x.shape[axis] > 1))
+    (batch, heads, *_), (of_batch, of_head, *_) = x.shape, x.stride()
+    return math.gcd(16, of_batch if batch > 1 else 0, of_head if heads > 1 else 0)
 
 
 def reach_of(parts: Parts) -> float:
@@ -183,7 +185,7 @@ def centres_block(
 
 def low_rank_width(rank: int) -> int:
     """Terms of the repair's product: each coefficient in two parts, padded."""
-    return max(16, triton.next_power_of_2(2 * rank))
+    return max(16, next_power_of_2(2 * rank))
 
 
 @triton.jit

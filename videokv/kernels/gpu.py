@@ -19,6 +19,7 @@ import torch
 SMALLEST_CAPABILITY = (8, 0)
 
 _verdicts: dict[Hashable, str | None] = {}
+_HERE = contextlib.nullcontext()
 
 
 class CannotCheck(Exception):
@@ -85,7 +86,7 @@ def disagreement(
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Launch where the data is, not on the current device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return _HERE
     return torch.cuda.device(device)
 
 

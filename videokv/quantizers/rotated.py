@@ -106,25 +106,32 @@ class Rotated:
         self.check(x.shape[-1])
         rotation = Rotation(x.shape[-1], context.seed)
         if isinstance(self.inner, Groupwise):  # one kernel rotates and quantizes
-            inside = _inside(dataclasses.replace(context, query_moment=None), rotation)
-            return RotatedChunk(self.inner.encode(x, inside, rotation=rotation), rotation)
+            _previous(context, rotation)  # it looks neither at that nor at queries
+            return RotatedChunk(self.inner.encode(x, context, rotation=rotation), rotation)
         rotated = rotation.apply(x.detach().to(torch.float32))
         return RotatedChunk(self.inner.encode(rotated, _inside(context, rotation)), rotation)
 
 
 def _inside(context: EncodeContext, rotation: Rotation) -> EncodeContext:
     """The context in rotated coordinates: H M H^T, and the chunk inside the previous one."""
-    moment, previous = context.query_moment, context.previous
+    moment = context.query_moment
     if moment is not None:
         moment = rotation.apply(rotation.apply(moment).transpose(-1, -2)).transpose(-1, -2)
-    if previous is not None:
-        if not isinstance(previous, RotatedChunk) or previous.rotation != rotation:
-            raise ValueError(
-                f"the previous chunk of layer {context.layer} ({context.role}) was not packed with "
-                f"{rotation}; start a new cache to change the recipe or its seed"
-            )
-        previous = previous.inner
+    previous = _previous(context, rotation)
     return dataclasses.replace(context, query_moment=moment, previous=previous)
+
+
+def _previous(context: EncodeContext, rotation: Rotation) -> Packed | None:
+    """The chunk inside the previous one; ValueError where that was rotated otherwise."""
+    previous = context.previous
+    if previous is None:
+        return None
+    if not isinstance(previous, RotatedChunk) or previous.rotation != rotation:
+        raise ValueError(
+            f"the previous chunk of layer {context.layer} ({context.role}) was not packed with "
+            f"{rotation}; start a new cache to change the recipe or its seed"
+        )
+    return previous.inner
 
 
 @register("quarot", bits=SUPPORTED_BITS, summary="Hadamard-rotated keys, round to nearest")

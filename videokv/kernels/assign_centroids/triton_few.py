@@ -15,6 +15,7 @@ them, rounded to 16 bits; float32 tokens are moved while they are loaded.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from torch import Tensor
 from videokv.kernels.assign_centroids.starts import TOKENS_PER_CENTROID, uniforms
 from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
+from videokv.kernels.launches import alike
 from videokv.kernels.numbers import e4m3_halves, encode_e4m3
 from videokv.kernels.pack_codes import packed_length
 from videokv.tensors import E4M3
@@ -44,7 +46,18 @@ def spread(x: Tensor, *, count: int, seed: int) -> Tensor:
     found = torch.empty(batch, heads, count, size, device=x.device)
     block, drawn = _block(size), 1 << (limit - 1).bit_length()
     with on_device(x.device):
-        _spread[(batch * heads,)](
+        alike(
+            _spread,
+            (batch * heads,),
+            x.device,
+            ALIGN=row_alignment(x),
+            D=size,
+            BD=block,
+            BT=drawn,
+            num_warps=max(4, min(16, drawn * block // START_ELEMENTS)),
+            # A sum of squares must be the same for equal tokens wherever they lie.
+            enable_fp_fusion=False,
+        )(
             x,
             *x.stride()[:3],
             _uniforms(count, seed, x.device),
@@ -53,13 +66,6 @@ def spread(x: Tensor, *, count: int, seed: int) -> Tensor:
             tokens,
             limit,
             count,
-            ALIGN=row_alignment(x),
-            D=size,
-            BD=block,
-            BT=drawn,
-            num_warps=max(4, min(16, drawn * block // START_ELEMENTS)),
-            # A sum of squares must be the same for equal tokens wherever they lie.
-            enable_fp_fusion=False,
         )
     return found
 
@@ -91,7 +97,7 @@ def few_centres(
     ids = torch.empty(batch, heads, length, dtype=torch.uint8, device=device)
     stored = torch.empty(batch, heads, centroids, size, dtype=torch.uint8, device=device)
     scale = torch.empty(batch, heads, 1, 1, device=device)
-    shape = {
+    shape: dict[str, Any] = {
         "ALIGN": row_alignment(x),
         "D": size,
         "BD": _block(size),
@@ -107,21 +113,23 @@ def few_centres(
     strides = x.stride()[:3]
     with on_device(device):
         for turn in range(iterations):
-            _iterate[(stretches, batch * heads)](
-                x,
-                *strides,
-                start,
-                sums,
-                tables,
-                heads,
-                tokens,
-                centroids,
-                stretch,
-                stretches,
+            iterate = alike(
+                _iterate,
+                (stretches, batch * heads),
+                device,
                 TURN=min(turn, 2 + turn % 2),
                 **shape,
             )
-        _label[(-(-tokens // (rows * LABEL_BLOCKS)), batch * heads)](
+            iterate(x, *strides, start, sums, tables, heads, tokens, centroids, stretch, stretches)
+        alike(
+            _label,
+            (-(-tokens // (rows * LABEL_BLOCKS)), batch * heads),
+            device,
+            TURN=min(iterations, 2 + iterations % 2),
+            BITS=bits,
+            BLOCKS=LABEL_BLOCKS,
+            **shape,
+        )(
             x,
             *strides,
             start,
@@ -135,10 +143,6 @@ def few_centres(
             centroids,
             stretches,
             length,
-            TURN=min(iterations, 2 + iterations % 2),
-            BITS=bits,
-            BLOCKS=LABEL_BLOCKS,
-            **shape,
         )
     return ids, stored.view(E4M3), scale
 

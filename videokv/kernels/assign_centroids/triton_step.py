@@ -11,6 +11,8 @@ are integers, the same in any order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from torch import Tensor
 from videokv.kernels.assign_centroids.triton import number_of, numbered, padded, raw_tokens
 from videokv.kernels.blocks import row_alignment
 from videokv.kernels.gpu import on_device
+from videokv.kernels.launches import alike
 from videokv.kernels.numbers import round_bf16
 
 STEP_TOKENS = 128
@@ -63,8 +66,8 @@ def cluster(
     counts = torch.empty(iterations, lines, dtype=torch.int32, device=device)
     labels = torch.empty(batch, heads, tokens, dtype=torch.uint8, device=device)
     block, whole = padded(size), padded(centroids)
-    options = {"D": size, "BD": block, "enable_fp_fusion": False}
-    step_options = {
+    options: dict[str, Any] = {"D": size, "BD": block, "enable_fp_fusion": False}
+    step_options: dict[str, Any] = {
         "ALIGN": row_alignment(x),
         "BT": STEP_TOKENS,
         "BK": whole,
@@ -74,25 +77,16 @@ def cluster(
     } | options
     tables = (found, origin, operand, norms)
     chunk = (x, *x.stride()[:3], operand, norms, labels)
-    finishers = -(-centroids // FINISH_CENTROIDS)
+    finishers = (-(-centroids // FINISH_CENTROIDS), batch * heads)
+    begin = alike(_begin, (batch * heads,), device, BK=whole, num_warps=16, **options)
+    step = alike(_step, (stretches, batch * heads), device, **step_options)
+    finish = alike(_finish_step, finishers, device, BK=FINISH_CENTROIDS, **options)
     with on_device(device):
-        _begin[(batch * heads,)](
-            start, *tables, counts, centroids, iterations, BK=whole, num_warps=16, **options
-        )
+        begin(start, *tables, counts, centroids, iterations)
         for left, members in zip(range(iterations)[::-1], counts.unbind(), strict=True):
-            _step[(stretches, batch * heads)](
-                *chunk, sums, members, heads, tokens, centroids, stretch, **step_options
-            )
-            _finish_step[(finishers, batch * heads)](
-                *tables,
-                found if left else stored,
-                sums,
-                members,
-                centroids,
-                stretches,
-                BK=FINISH_CENTROIDS,
-                **options,
-            )
+            step(*chunk, sums, members, heads, tokens, centroids, stretch)
+            target = found if left else stored
+            finish(*tables, target, sums, members, centroids, stretches)
     return labels, stored
 
 

@@ -12,41 +12,44 @@ from torch import Tensor
 
 from videokv.kernels.blocks import as_bytes
 from videokv.kernels.gpu import on_device
+from videokv.kernels.grids import cdiv, next_power_of_2
+from videokv.kernels.launches import alike
 
 ELEMENTS = 2048  # of a block
 WARPS = 4
-_PAIRS = range(4)
-_COUNTS = [f"{name}{pair}" for pair in _PAIRS for name in ("tokens", "x_b", "x_h", "y_b", "y_h")]
+MOST_PAIRS = 4  # of a launch
+_COUNTS = [
+    f"{name}{pair}" for pair in range(MOST_PAIRS) for name in ("tokens", "x_b", "x_h", "y_b", "y_h")
+]
 
 
 def copy_rows(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """See the package; up to four pairs that the kernel takes."""
-    arguments: list[Any] = []
-    sizes = [source.shape[3] for source, _ in pairs]
-    align = 16  # what offsets of heads are multiples of: how wide loads may be
     first = pairs[0][0]
     batch, heads = first.shape[:2]
+    arguments: list[Any] = [heads]
+    sizes, longest = [], 0
+    align = 16  # what offsets of heads are multiples of: how wide loads may be
     for source, out in pairs:
-        arguments.append(source.shape[2])
-        for x in (source, out):
-            of_batch, of_head, of_token, _ = x.stride()
-            arguments += (as_bytes(x), of_batch, of_head, of_token)
-            align = math.gcd(align, of_batch if batch > 1 else 0, of_head if heads > 1 else 0)
-    missing = len(_PAIRS) - len(pairs)
+        _, _, tokens, size = source.shape
+        x_b, x_h, x_t, _ = source.stride()
+        y_b, y_h, y_t, _ = out.stride()
+        arguments += (tokens, as_bytes(source), x_b, x_h, x_t, as_bytes(out), y_b, y_h, y_t)
+        if batch > 1:
+            align = math.gcd(align, x_b, y_b)
+        if heads > 1:
+            align = math.gcd(align, x_h, y_h)
+        longest = max(longest, tokens)
+        sizes.append(size)
+    missing = MOST_PAIRS - len(pairs)
     arguments += [0, None, 0, 0, 0, None, 0, 0, 0] * missing
-    block = triton.next_power_of_2(max(sizes))
+    block = next_power_of_2(max(sizes))
     rows = max(1, ELEMENTS // block)
-    longest = max(source.shape[2] for source, _ in pairs)
+    grid = (cdiv(longest, rows), batch * heads, len(pairs))
+    constants = {f"D{pair}": size for pair, size in enumerate([*sizes, *[0] * missing])}
+    constants |= {"BD": block, "BT": rows, "ALIGN": align, "num_warps": WARPS}
     with on_device(first.device):
-        _copy[(triton.cdiv(longest, rows), batch * heads, len(pairs))](
-            heads,
-            *arguments,
-            **{f"D{pair}": size for pair, size in enumerate([*sizes, *[0] * missing])},
-            BD=block,
-            BT=rows,
-            ALIGN=align,
-            num_warps=WARPS,
-        )
+        alike(_copy, grid, first.device, **constants)(*arguments)
 
 
 @triton.jit(do_not_specialize=["heads", *_COUNTS])

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from videokv.kernels.attend.tiles import padded
 from videokv.kernels.gpu import on_device
+from videokv.kernels.grids import cdiv
+from videokv.kernels.launches import alike
 
 ROWS = 16  # of a program
 _COUNTS = ["f_h", "f_m", "g_h", "g_m", "p_p", "p_h", "p_m", "l_p", "l_h", "l_m"]
@@ -23,13 +25,14 @@ def merge_tail(
     first_rows = first.shape[2]
     out = parts.new_empty(1, heads, first_rows + last_rows, size)
     lse = torch.empty(1, heads, first_rows + last_rows, device=parts.device, dtype=torch.float32)
-    first_programs = triton.cdiv(first_rows, ROWS)
+    first_programs = cdiv(first_rows, ROWS)
+    grid = (first_programs + cdiv(last_rows, ROWS), heads)
+    constants = {"D": size, "BD": padded(size), "BM": ROWS, "num_warps": 4}
     with on_device(parts.device):
-        _kernel[(first_programs + triton.cdiv(last_rows, ROWS), heads)](
+        alike(_kernel, grid, parts.device, **constants)(
             first, *first.stride()[1:3], first_lse, *first_lse.stride()[1:],
             parts, *parts.stride()[:3], lses, *lses.stride(),
             out, lse, count, first_rows, last_rows, first_programs,
-            D=size, BD=padded(size), BM=ROWS, num_warps=4,
         )  # fmt: skip
     return out, lse
 

@@ -74,8 +74,11 @@ def quantize_groups(
     """
     require_chunk(x)
     format.check_head_dim(x.shape[-1])
-    raw, facts = reference.quantize(x, format=format)
-    return _settled(raw, reference.Facts(*facts.tolist()), x, format, what, layer)
+    raw, numbers = reference.quantize(x, format=format)
+    facts = reference.Facts(*numbers.tolist())
+    _require_storable(facts, x, format, what, layer)
+    normaliser = raw.normaliser if facts.normalised else None
+    return GroupedCodes(raw.codes, raw.steps, _stored(raw.zeros, facts, format), normaliser)
 
 
 def quantize_packed(
@@ -107,9 +110,9 @@ def quantize_packed(
                 x.detach(), format=format, rotation=rotation, clusters=clusters, away=away
             )
             if known.magnitude < LARGEST and not known.normalised:
-                bare = GroupedCodes(raw.packed, raw.steps, raw.zeros, None)
-                done = _settled(bare, known, x, format, what, layer)
-                return PackedGroups(done.codes, done.steps, done.zeros, None)
+                _require_storable(known, x, format, what, layer)
+                zeros = _stored(raw.zeros, known, format)
+                return PackedGroups(raw.packed, raw.steps, zeros, None)
         else:
             say_once(f"quantize_groups runs in PyTorch steps: {refusal}")
     x = _prepared(x, rotation, clusters)
@@ -212,10 +215,10 @@ def require_chunk(x: Tensor) -> None:
         )
 
 
-def _settled(
-    raw: GroupedCodes, facts: reference.Facts, x: Tensor, format: GroupFormat, what: str, layer: int
-) -> GroupedCodes:
-    """Refuse what cannot be stored; keep the normaliser and wide zero points only if needed."""
+def _require_storable(
+    facts: reference.Facts, x: Tensor, format: GroupFormat, what: str, layer: int
+) -> None:
+    """Raise ValueError for what cannot be stored; say that a normaliser is needed."""
     if not facts.magnitude < LARGEST:
         require_finite(x, what=what, layer=layer)
         raise ValueError(
@@ -233,10 +236,12 @@ def _settled(
             "stored with such chunks (and counted)",
             stacklevel=4,
         )
-    zeros = raw.zeros
-    if zeros is not None and facts.code_of_zero <= _largest_exact_integer(format.zero_dtype):
-        zeros = zeros.to(format.zero_dtype)
-    return GroupedCodes(raw.codes, raw.steps, zeros, raw.normaliser if facts.normalised else None)
+
+
+def _stored(zeros: Tensor | None, facts: reference.Facts, format: GroupFormat) -> Tensor | None:
+    """Zero points in the dtype of the format, but where it does not hold one of them exactly."""
+    fits = facts.code_of_zero <= _largest_exact_integer(format.zero_dtype)
+    return zeros if zeros is None or not fits else zeros.to(format.zero_dtype)
 
 
 def _largest_exact_integer(dtype: torch.dtype) -> float:

@@ -24,6 +24,8 @@ from torch import Tensor
 from videokv.kernels.assign_centroids.layout import Clusters
 from videokv.kernels.blocks import row_alignment, store_codes
 from videokv.kernels.gpu import on_device, products
+from videokv.kernels.grids import cdiv, next_power_of_2
+from videokv.kernels.launches import Launches
 from videokv.kernels.numbers import round_bf16, round_even
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_groups import triton_owned as owning
@@ -93,7 +95,7 @@ def launch(
     if clusters is not None:
         stages = (clusters.ids.contiguous(), clusters.table.contiguous(), clusters.table.shape[2])
     with on_device(device):
-        plan.kernel[plan.grid](
+        plan.launches(
             x,
             *x.stride()[:3],
             *plan.counts,
@@ -103,7 +105,6 @@ def launch(
             facts,
             *plan.operands,
             *(stages or plan.no_stages),
-            **plan.options,
         )
     return PackedGroups(packed, steps, zeros, None), facts
 
@@ -115,8 +116,7 @@ class Plan(NamedTuple):
     codes as the kernel stores them. no_stages: in the place of centroids where there are none.
     """
 
-    kernel: Any
-    grid: tuple[int, int]
+    launches: Launches
     heads: int
     counts: tuple[int, ...]
     operands: tuple[Tensor | float | None, ...]
@@ -125,7 +125,6 @@ class Plan(NamedTuple):
     shape: tuple[int, ...]
     word: torch.dtype
     zero_dtype: torch.dtype | None
-    options: dict[str, Any]
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,7 +138,7 @@ def planned(
     away: bool,
     device: torch.device,
 ) -> Plan:
-    """Kernel, grid and constants for tensors of a kind; kept, because finding them takes the host
+    """Launches and sizes for tensors of a kind; kept, because finding them takes the host
     as long as a launch."""
     batch, heads, tokens, size = shape
     by_token = format.axis == "token"
@@ -176,23 +175,21 @@ def planned(
         kernel, word, operands = turning.turned, torch.int32, turn
         options |= {"num_warps": turning.WARPS, "num_stages": turning.STAGES}
     elif by_token and rotation is None and not clustered and _owned_by_threads(format, size):
-        rows = max(1, owning.GROUPS // _power(groups))
+        rows = max(1, owning.GROUPS // next_power_of_2(groups))
         programs, longest = PROGRAMS, owning.LONGEST
         kernel, word, operands = owning.owned, torch.int32, ()
-        options |= {"BG": _power(groups), "AWAY": away, "num_warps": owning.WARPS}
+        options |= {"BG": next_power_of_2(groups), "AWAY": away, "num_warps": owning.WARPS}
     else:
         return _general_plan(format, shape, dtype, rotation, clustered, away, device, turn,
                              common, options)  # fmt: skip
     blocks = -(-tokens // rows)
     stretch = max(1, min(longest, blocks * batch * heads // programs))
     return Plan(
-        kernel=kernel,
-        grid=(-(-blocks // stretch), batch * heads),
+        Launches(kernel, (cdiv(blocks, stretch), batch * heads), options | {"BT": rows}),
         counts=(heads, tokens, stretch, blocks),
         operands=operands,
         no_stages=(),
         word=word,
-        options=options | {"BT": rows},
         **common,
     )
 
@@ -212,7 +209,7 @@ def _general_plan(
     """That of the kernel that takes everything."""
     batch, heads, tokens, size = shape
     by_token = format.axis == "token"
-    block = max(16, _power(size))
+    block = max(16, next_power_of_2(size))
     elements = BLOCK_ELEMENTS if rotation is None else ROTATED_ELEMENTS
     elements = CLUSTERED_ELEMENTS if clustered else elements
     warps = WARPS if rotation is None else ROTATED_WARPS
@@ -221,28 +218,26 @@ def _general_plan(
     stretch = max(1, min(LONGEST, blocks * batch * heads // PROGRAMS))
     row_bytes = common["packed_shape"][3]
     words = format.bits != 3 and row_bytes % 2 == 0
+    options |= {
+        "BD": block,
+        "BT": rows,
+        "BITS": format.bits,
+        "BY_TOKEN": by_token,
+        "ZERO": 0 if format.symmetric else _ZERO[format.zero_point],
+        "STEP": _STEP[format.scale_dtype],  # type: ignore[index]
+        "ROW_BYTES": row_bytes,
+        "WORDS": words,
+        "AWAY": away,
+        "PRECISION": products(dtype, device),
+        "LATE": by_token and rotation is not None and _two_bit_offsets(format),
+        "num_warps": CLUSTERED_WARPS if clustered else warps,
+    }
     return Plan(
-        kernel=_kernel,
-        grid=(-(-blocks // stretch), batch * heads),
+        Launches(_kernel, (cdiv(blocks, stretch), batch * heads), options),
         counts=(heads, tokens, common["shape"][2], stretch, blocks),
         operands=turn,
         no_stages=(None, None, 1),
         word=torch.int16 if words else torch.uint8,
-        options=options
-        | {
-            "BD": block,
-            "BT": rows,
-            "BITS": format.bits,
-            "BY_TOKEN": by_token,
-            "ZERO": 0 if format.symmetric else _ZERO[format.zero_point],
-            "STEP": _STEP[format.scale_dtype],  # type: ignore[index]
-            "ROW_BYTES": row_bytes,
-            "WORDS": words,
-            "AWAY": away,
-            "PRECISION": products(dtype, device),
-            "LATE": by_token and rotation is not None and _two_bit_offsets(format),
-            "num_warps": CLUSTERED_WARPS if clustered else warps,
-        },
         **common,
     )
 
@@ -259,10 +254,6 @@ def _largest(dtype: torch.dtype | None) -> float:
 def _inverse(levels: int) -> float:
     """1 / levels, rounded to float32."""
     return float(1.0 / torch.tensor(float(levels)))
-
-
-def _power(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def _owned_by_threads(format: GroupFormat, size: int) -> bool:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from videokv.kernels.blocks import as_bytes, labels_block, row_alignment, store_codes
 from videokv.kernels.gpu import on_device, products
+from videokv.kernels.grids import cdiv, next_power_of_2
+from videokv.kernels.launches import alike
 from videokv.kernels.numbers import e4m3_halves, round_even
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.quantize_unbiased.layout import (
@@ -46,9 +48,9 @@ def quantize(
     (infinity where one is NaN) and the largest step of each block: float32 ``[2, B H, blocks]``."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, tokens, size = x.shape
-    block = max(16, triton.next_power_of_2(size))
+    block = max(16, next_power_of_2(size))
     rows = max(16, min(64, BLOCK_ELEMENTS // block))
-    blocks = triton.cdiv(tokens, rows)
+    blocks = cdiv(tokens, rows)
     row_bytes = packed_length(size, bits=bits)
     exact = size & (size - 1) == 0 and x.dtype != torch.float32
     kind = x.dtype if exact else torch.float32
@@ -57,19 +59,10 @@ def quantize(
     largest = torch.empty(2, batch * heads, blocks, device=x.device)
     table, table_scale = turned_table(centres, rotation)
     with on_device(x.device):
-        _kernel[(blocks, batch * heads)](
-            x,
-            *x.stride()[:3],
-            heads,
-            tokens,
-            centres.ids.contiguous(),
-            table,
-            table_scale,
-            signs(rotation, device=x.device, dtype=kind),
-            1.0 / math.sqrt(size),
-            packed,
-            steps,
-            largest,
+        alike(
+            _kernel,
+            (blocks, batch * heads),
+            x.device,
             D=size,
             BD=block,
             BT=rows,
@@ -92,6 +85,19 @@ def quantize(
             num_warps=WARPS,
             num_stages=1,
             enable_fp_fusion=True,
+        )(
+            x,
+            *x.stride()[:3],
+            heads,
+            tokens,
+            centres.ids.contiguous(),
+            table,
+            table_scale,
+            signs(rotation, device=x.device, dtype=kind),
+            1.0 / math.sqrt(size),
+            packed,
+            steps,
+            largest,
         )
     return packed, steps, largest
 
@@ -106,7 +112,19 @@ def turned_table(centres: Centres, rotation: Rotation) -> tuple[Tensor, Tensor]:
     halves = torch.empty(batch, heads, 2 * HALF_ROWS, size, dtype=torch.float16, device=device)
     scale = torch.empty(batch, heads, 1, 1, device=device)
     with on_device(device):
-        _turn[(batch * heads,)](
+        alike(
+            _turn,
+            (batch * heads,),
+            device,
+            D=size,
+            BD=max(16, next_power_of_2(size)),
+            BK=HALF_ROWS,
+            EXACT=exact,
+            PRECISION=products(kind, device),
+            num_warps=4,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )(
             as_bytes(centres.table.contiguous()),
             centres.scale.contiguous(),
             signs(rotation, device=device, dtype=kind),
@@ -114,14 +132,6 @@ def turned_table(centres: Centres, rotation: Rotation) -> tuple[Tensor, Tensor]:
             halves,
             scale,
             centroids,
-            D=size,
-            BD=max(16, triton.next_power_of_2(size)),
-            BK=HALF_ROWS,
-            EXACT=exact,
-            PRECISION=products(kind, device),
-            num_warps=4,
-            num_stages=1,
-            enable_fp_fusion=True,
         )
     return halves, scale
 
@@ -134,7 +144,16 @@ def code_steps(ideal: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = torch.empty(batch, heads, 1, 1, device=ideal.device)
     whole = torch.empty(batch, heads, device=ideal.device)
     with on_device(ideal.device):
-        _code[(triton.cdiv(count, CODED_STEPS), batch * heads)](
+        alike(
+            _code,
+            (cdiv(count, CODED_STEPS), batch * heads),
+            ideal.device,
+            BLOCK=CODED_STEPS,
+            OCTAVE=STEPS_AN_OCTAVE,
+            NONE=NO_STEP,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )(
             ideal,
             largest,
             codes,
@@ -142,11 +161,6 @@ def code_steps(ideal: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             whole,
             count,
             largest.shape[2],
-            BLOCK=CODED_STEPS,
-            OCTAVE=STEPS_AN_OCTAVE,
-            NONE=NO_STEP,
-            num_warps=4,
-            enable_fp_fusion=False,
         )
     return codes, scale, whole
 

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.blocks import as_bytes, row_alignment
+from videokv.kernels.gpu import on_device
+from videokv.kernels.launches import Launches
 
 WIDEST_LOAD_BYTES = 16
 _TYPES = {
@@ -99,11 +101,59 @@ class Batch:
         self.count = len(jobs)
         self._held = [job.plan.stored for job in jobs]
         self.table = table
+        self._fitted: tuple[Hashable, Launches, int] | None = None
 
     def launch(self, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
         """Write all rows. a, b: the outputs ``[B, H, rows, D]`` of jobs of side 0 and 1, of one
         dtype and with equal strides of their channels; factor as ``reconstruct`` takes it."""
         self.plan.many(self, a, b, factor)
+
+    def launch_by(
+        self,
+        kernel: Any,
+        a: Tensor,
+        b: Tensor,
+        factor: Tensor | None,
+        *,
+        programs: int,
+        loops: bool,
+    ) -> None:
+        """``launch`` of a kernel for many chunks.
+
+        programs: as many as keep the device busy; with more blocks a program does several.
+        loops: whether it is compiled for programs of one block too.
+        """
+        strides = (*a.stride(), *b.stride()[:3])
+        kind = (strides, factor is None, programs)
+        if self._fitted is None or self._fitted[0] != kind:
+            self._fitted = kind, *self._launches(kernel, a, b, programs=programs, loops=loops)
+        _, launches, stretch = self._fitted
+        factor = None if factor is None else factor.contiguous()
+        with on_device(a.device):
+            launches(
+                self.table,
+                as_bytes(a), *strides[:4],
+                as_bytes(b), *strides[4:],
+                self.heads, stretch, factor, self.plan.scale,
+            )  # fmt: skip
+
+    def _launches(
+        self, kernel: Any, a: Tensor, b: Tensor, *, programs: int, loops: bool
+    ) -> tuple[Launches, int]:
+        """For outputs of these strides, and how many tokens a program does."""
+        plan, lines = self.plan, self.batch * self.heads
+        stretch = max(1, min(plan.longest, self.blocks * lines // programs)) * plan.rows
+        steps = -(-self.longest_tokens // stretch)
+        constants = {
+            **plan.types,
+            **plan.options,
+            "ALIGNED": self.aligned,
+            "JOB": self.table.shape[1],
+            "ALIGN": min(row_alignment(a), row_alignment(b)),  # powers of two
+        }
+        if loops:
+            constants["LOOP"] = steps * plan.rows < self.longest_tokens
+        return Launches(kernel, (steps, lines, self.count), constants), stretch
 
 
 def batches(groups: Sequence[Sequence[Job]], device: torch.device) -> list[Batch]:
@@ -123,27 +173,6 @@ def batches(groups: Sequence[Sequence[Job]], device: torch.device) -> list[Batch
         Batch(jobs, table[first:last].view(len(jobs), -1))
         for jobs, (first, last) in zip(groups, spans, strict=True)
     ]
-
-
-def many_arguments(
-    batch: Batch, a: Tensor, b: Tensor, factor: Tensor | None, *, programs: int
-) -> tuple[tuple[int, int, int], list[Any], dict[str, Any]]:
-    """Grid, arguments and constants of a kernel for many chunks.
-
-    programs: as many as keep the device busy; with more blocks a program does several.
-    """
-    plan, lines = batch.plan, batch.batch * batch.heads
-    stretch = max(1, min(plan.longest, batch.blocks * lines // programs)) * plan.rows
-    grid = (-(-batch.longest_tokens // stretch), lines, batch.count)
-    arguments = [batch.table, as_bytes(a), *a.stride(), as_bytes(b), *b.stride()[:3]]
-    arguments += [batch.heads, stretch, None if factor is None else factor.contiguous(), plan.scale]
-    constants = {
-        **plan.types,
-        "ALIGNED": batch.aligned,
-        "JOB": batch.table.shape[1],
-        "ALIGN": min(row_alignment(a), row_alignment(b)),  # powers of two
-    }
-    return grid, arguments, constants
 
 
 @triton.jit

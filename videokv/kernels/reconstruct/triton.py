@@ -35,13 +35,13 @@ from videokv.kernels.blocks import (
     whole_groups,
 )
 from videokv.kernels.gpu import on_device, products
+from videokv.kernels.grids import next_power_of_2
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct import triton_unbiased
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.kernels.reconstruct.plan import (
     Batch,
     Plan,
-    many_arguments,
     pointer,
     target_rows,
     types_of,
@@ -112,10 +112,7 @@ def reconstruct(
 
 def launch_many(batch: Batch, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
     """Every chunk of the batch into its rows of ``a`` or ``b``, in one launch."""
-    grid, arguments, constants = many_arguments(batch, a, b, factor, programs=PROGRAMS)
-    loop = grid[0] * batch.plan.rows < batch.longest_tokens
-    with on_device(a.device):
-        _many[grid](*arguments, **constants, LOOP=loop, **batch.plan.options)
+    batch.launch_by(_many, a, b, factor, programs=PROGRAMS, loops=True)
 
 
 def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
@@ -151,7 +148,7 @@ def _plan(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     wide = dtype == torch.float32
     low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
     rank = 0 if low is None else low.codes.shape[3]
-    block = max(16, triton.next_power_of_2(size))
+    block = max(16, next_power_of_2(size))
     slots = _slots(parts, block, wide=wide)
     matrix = None
     if parts.rotation is not None:

@@ -35,13 +35,13 @@ from videokv.kernels.blocks import (
     store_block,
 )
 from videokv.kernels.gpu import on_device, products
+from videokv.kernels.grids import cdiv, next_power_of_2
 from videokv.kernels.numbers import e4m3_halves, exp2_codes
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.kernels.reconstruct.plan import (
     Batch,
     Plan,
-    many_arguments,
     pointer,
     target_rows,
     types_of,
@@ -76,10 +76,10 @@ def reconstruct(
     """See the package and ``triton.reconstruct``; ``out`` is ``[B, H, T, D]`` of any strides."""
     plan = planned(parts, out.dtype, out.device)
     batch, heads, tokens, _ = parts.shape
-    some = triton.cdiv(tokens, plan.rows) * batch * heads // (programs or PROGRAMS)
+    some = cdiv(tokens, plan.rows) * batch * heads // (programs or PROGRAMS)
     stretch = max(1, min(plan.longest, some)) * plan.rows
     with on_device(out.device):
-        _kernel[(triton.cdiv(tokens, stretch), batch * heads)](
+        _kernel[(cdiv(tokens, stretch), batch * heads)](
             as_bytes(out),
             *out.stride(),
             heads,
@@ -98,9 +98,7 @@ def reconstruct(
 
 def launch_many(batch: Batch, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
     """Every chunk of the batch into its rows of ``a`` or ``b``, in one launch."""
-    grid, arguments, constants = many_arguments(batch, a, b, factor, programs=PROGRAMS)
-    with on_device(a.device):
-        _many[grid](*arguments, **constants, **batch.plan.options)
+    batch.launch_by(_many, a, b, factor, programs=PROGRAMS, loops=False)
 
 
 def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
@@ -108,7 +106,7 @@ def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     centres, rotation = parts.centres, parts.rotation
     assert centres is not None and rotation is not None and parts.scale is not None
     size = parts.head_dim
-    block = max(16, triton.next_power_of_2(size))
+    block = max(16, next_power_of_2(size))
     wide = dtype == torch.float32
     matrix = signs(rotation, device=device, dtype=torch.float32 if wide else torch.float16)
     low = None if parts.low_rank is None else parts.low_rank.dense(parts.tokens)
@@ -128,10 +126,11 @@ def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
         None if low is None else low.basis.contiguous(),
         matrix,
     ]
+    rows = max(16, min(128, BLOCK_ELEMENTS // block))
     options = {
         "D": size,
         "BD": block,
-        "BT": max(16, min(128, BLOCK_ELEMENTS // block)),
+        "BT": rows,
         "BC": CENTRES,
         "BITS": parts.bits,
         "WORDS": in_words(parts),
@@ -151,7 +150,7 @@ def planned(parts: Parts, dtype: torch.dtype, device: torch.device) -> Plan:
     }
     scale = 0.5 / math.sqrt(size)  # codes are doubled
     types = types_of({"PACKED": packed, "SCALE": parts.scale, "MATRIX": matrix})
-    return Plan(options["BT"], LONGEST, stored, scale, options, launch_many, types, _NARROW)
+    return Plan(rows, LONGEST, stored, scale, options, launch_many, types, _NARROW)
 
 
 def _precision(parts: Parts, dtype: torch.dtype, device: torch.device) -> str:

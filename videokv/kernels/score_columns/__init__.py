@@ -10,7 +10,7 @@ of a cache's chunk is made once and kept as long as the chunk (``history.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from videokv.kernels.score_columns import reference
 from videokv.kernels.score_columns.history import (
     ChunkColumns,
     HistoryCall,
+    Widenings,
     chunk_columns,
     first_fit,
     history_from,
@@ -44,6 +45,7 @@ __all__ = [
     "HistoryCall",
     "KeyBlock",
     "Placement",
+    "Widenings",
     "chunk_columns",
     "fill_key_columns",
     "first_fit",
@@ -61,6 +63,7 @@ KeyBlock = tuple[int, Tensor]
 
 MAX_HEAD_DIM = 256
 MAX_RANK = 64
+MOST_KNOWN = 16  # kinds of queries of one history
 MOST_MAPS = 30  # bits of a 32-bit integer say which maps are projected
 _LARGEST_GRID = 65535  # programs of its second axis
 MOST_BLOCKS = 2  # blocks of columns of one chunk that a launch writes
@@ -86,13 +89,19 @@ def widen_query(
     width: int,
     kv_heads: int,
     bases: Tensor | None = None,
+    known: Widenings | None = None,
 ) -> Tensor:
     """``[B, Hq, M, width]``: the query, the columns of every map side by side, zeros.
 
     query: ``[B, Hq, M, D]``; D + columns <= width. scale: softmax scale. kv_heads: Hkv, which Hq is
-    a multiple of. bases: ``stacked_bases(maps)`` where the caller has them already. By the kernel
-    where ``kernel_refusal`` finds no reason against it, else by the reference.
+    a multiple of. bases: ``stacked_bases(maps)`` where the caller has them already. known: what
+    earlier calls with these maps found out; kept there. By the kernel where ``kernel_refusal``
+    finds no reason against it, else by the reference.
     """
+    kind = (query.dtype, query.shape, scale, width)
+    ready = None if known is None else known.get(kind)
+    if ready is not None:
+        return ready(query)
     head_dim = query.shape[3]
     columns = sum(head_dim // m.group_size for m in maps)
     if head_dim + columns > width:
@@ -106,7 +115,12 @@ def widen_query(
         asked = _Widening(query, tuple(maps), scale, width, bases)
         refusal = _checked(asked)
         if refusal is None:
-            return _run(asked)
+            ready = _ready(asked)
+            if known is not None:
+                if len(known) >= MOST_KNOWN:
+                    known.clear()
+                known[kind] = ready
+            return ready(query)
     if wants_kernels(query.device):
         say_once(f"columns of queries are made in PyTorch steps: {refusal}")
     return reference.widen_query(query, tuple(maps), scale=scale, width=width)
@@ -229,7 +243,7 @@ def _checked(asked: _Widening) -> str | None:
 def _self_check(asked: _Widening, *, rows: int = 77) -> str | None:
     """Kernel against reference on the first queries."""
     query = asked.query[:, :, :rows]
-    got = _run(replace(asked, query=query))
+    got = _ready(replace(asked, query=query))(query)
     want = reference.widen_query(query.float(), asked.maps, scale=asked.scale, width=asked.width)
     first = query.shape[3]
     return disagreement(
@@ -237,11 +251,12 @@ def _self_check(asked: _Widening, *, rows: int = 77) -> str | None:
     ) or disagreement(got[..., :first], want[..., :first], tolerance=1e-6, what="the query")
 
 
-def _run(asked: _Widening) -> Tensor:
-    out: Tensor = _kernel().widen_query(
+def _ready(asked: _Widening) -> Callable[[Tensor], Tensor]:
+    """The kernel's launches for queries of this kind."""
+    found: Callable[[Tensor], Tensor] = _kernel().widening(
         asked.query, asked.maps, scale=asked.scale, width=asked.width, bases=asked.bases
     )
-    return out
+    return found
 
 
 def _kernel() -> Any:

@@ -9,7 +9,7 @@ the first read after a commit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,9 @@ from torch.nn import functional
 
 from videokv.kernels.score_columns.placement import Part, Placement
 from videokv.noise import QueryMap, ScoreNoise
+
+Widenings = dict[Hashable, Callable[[Tensor], Tensor]]
+"""For each kind of query, what makes its columns."""
 
 WIDEST_SHARE = 8  # kept weights of a row take at most the bytes of 1/8 of its key
 
@@ -66,13 +69,14 @@ class HistoryCall:
     """What one kernel call needs of a history.
 
     numbers: the segments that take part. maps: in the order of their columns. bases: as
-    ``stacked_bases`` makes them.
+    ``stacked_bases`` makes them. widenings: see ``widen_query``.
     """
 
     numbers: tuple[int, ...]
     maps: tuple[QueryMap, ...]
     bases: Tensor | None
     placement: Placement
+    widenings: Widenings = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ rotations are TF32 products: what a projection left is rounded to 2^-11 before i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -17,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.gpu import on_device, products
+from videokv.kernels.grids import cdiv, next_power_of_2
+from videokv.kernels.launches import Launches
 from videokv.kernels.score_columns import triton_energies, triton_sums
 from videokv.kernels.score_columns.placement import TOKENS, Placement
 from videokv.noise import QueryMap
@@ -42,13 +45,23 @@ def widen_query(
     bases: Tensor | None = None,
 ) -> Tensor:
     """See the package."""
+    return widening(query, maps, scale=scale, width=width, bases=bases)(query)
+
+
+def widening(
+    query: Tensor,
+    maps: Sequence[QueryMap],
+    *,
+    scale: float,
+    width: int,
+    bases: Tensor | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """``widen_query`` of the package for queries of this dtype and shape, on this device."""
     if bases is not None and triton_energies.serves(query, maps, bases):
-        return triton_energies.widen_query(query, maps, scale=scale, width=width, bases=bases)
+        return triton_energies.widening(query, maps, scale=scale, width=width, bases=bases)
     if triton_sums.serves(query, maps):
-        return triton_sums.widen_query(query, maps, scale=scale, width=width)
-    query = query if query.stride(3) == 1 else query.contiguous()
+        return triton_sums.widening(query, maps, scale=scale, width=width)
     batch, heads, rows, size = query.shape
-    out = query.new_empty(batch, heads, rows, width)
     turn = maps[0].transform
     matrix = None
     native = bases is None and size & (size - 1) == 0
@@ -56,36 +69,41 @@ def widen_query(
         kind = query.dtype if native else torch.float32
         matrix = signs(turn, device=query.device, dtype=kind)
     shrink = 1.0 if turn is None else 1.0 / size  # the matrix is H sqrt(D)
-    with on_device(query.device):
-        _widen[(triton.cdiv(rows, ROWS), batch * heads)](
-            query,
-            *query.stride()[:3],
-            out,
-            bases,
-            matrix,
-            -scale / 24 * shrink,
-            scale**3 / 2880 * shrink * shrink,
-            heads,
-            1 if bases is None else heads // bases.shape[2],
-            rows,
-            len(maps),
-            sum((m.basis is not None) << i for i, m in enumerate(maps)),
-            sum((m.power == 4) << i for i, m in enumerate(maps)),
-            D=size,
-            BD=triton.next_power_of_2(max(16, size)),
-            WIDTH=width,
-            BW=triton.next_power_of_2(max(1, width - size)),
-            BM=ROWS,
-            FOURTH=any(m.power == 4 for m in maps),
-            GROUP=maps[0].group_size,
-            RANK=1 if bases is None else bases.shape[3],
-            UNROLL=UNROLLED,
-            NATIVE=native,
-            EXACT=products(query.dtype, query.device),
-            num_warps=WARPS,
-            num_stages=1,
-        )
-    return out
+    numbers = (
+        -scale / 24 * shrink,
+        scale**3 / 2880 * shrink * shrink,
+        heads,
+        1 if bases is None else heads // bases.shape[2],
+        rows,
+        len(maps),
+        sum((m.basis is not None) << i for i, m in enumerate(maps)),
+        sum((m.power == 4) << i for i, m in enumerate(maps)),
+    )
+    constants = {
+        "D": size,
+        "BD": next_power_of_2(max(16, size)),
+        "WIDTH": width,
+        "BW": next_power_of_2(max(1, width - size)),
+        "BM": ROWS,
+        "FOURTH": any(m.power == 4 for m in maps),
+        "GROUP": maps[0].group_size,
+        "RANK": 1 if bases is None else bases.shape[3],
+        "UNROLL": UNROLLED,
+        "NATIVE": native,
+        "EXACT": products(query.dtype, query.device),
+        "num_warps": WARPS,
+        "num_stages": 1,
+    }
+    launches = Launches(_widen, (cdiv(rows, ROWS), batch * heads), constants)
+
+    def widened(query: Tensor) -> Tensor:
+        query = query if query.stride(3) == 1 else query.contiguous()
+        out = query.new_empty(batch, heads, rows, width)
+        with on_device(query.device):
+            launches(query, *query.stride()[:3], out, bases, matrix, *numbers)
+        return out
+
+    return widened
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -152,27 +170,38 @@ def _widen(
         tl.store(place, sums.to(out.dtype.element_ty), mask=own)
 
 
+# Kept as long as the placement, for columns of one shape.
+_placings: WeakKeyDictionary[Placement, tuple[torch.Size, Launches]] = WeakKeyDictionary()
+
+
 def place_key_columns(out: Tensor, placement: Placement) -> None:
     """See the package."""
-    batch, heads, tokens, columns = out.shape
-    past, known = placement.tokens, placement.tiles.shape[0]
+    shape, tiles = out.shape, placement.tiles
+    batch, heads, tokens, columns = shape
+    past, known = placement.tokens, tiles.shape[0]
+    kept = _placings.get(placement)
+    if kept is None or kept[0] != shape:
+        constants = {
+            "KIND": _KINDS[placement.dtype],
+            "COLUMNS": columns,
+            "BF": next_power_of_2(columns),
+            "BT": TOKENS,
+            "num_warps": 4 if columns <= 32 else 8,
+        }
+        grid = (known + cdiv(tokens - past, TOKENS), batch * heads)
+        kept = _placings[placement] = shape, Launches(_place, grid, constants)
     with on_device(out.device):
-        _place[(known + triton.cdiv(tokens - past, TOKENS), batch * heads)](
+        kept[1](
             out,
             *out.stride()[:3],
             placement.places,
-            placement.tiles,
+            tiles,
             placement.origins,
             heads,
             past,
             tokens,
             known,
             placement.columns,
-            KIND=_KINDS[placement.dtype],
-            COLUMNS=columns,
-            BF=triton.next_power_of_2(columns),
-            BT=TOKENS,
-            num_warps=4 if columns <= 32 else 8,
         )
 
 
@@ -222,7 +251,7 @@ def fill_key_columns(out: Tensor, blocks: Sequence[tuple[int, Tensor]]) -> None:
         arguments += [weights, *_steps(weights, batch, heads), row]
         constants |= {f"{name}_FIRST": first, f"{name}_COLUMNS": weights.shape[3]}
     with on_device(out.device):
-        _fill[(triton.cdiv(tokens, TOKENS), batch * heads)](
+        _fill[(cdiv(tokens, TOKENS), batch * heads)](
             out,
             *out.stride()[:3],
             *arguments,
@@ -230,7 +259,7 @@ def fill_key_columns(out: Tensor, blocks: Sequence[tuple[int, Tensor]]) -> None:
             tokens,
             **constants,
             COLUMNS=columns,
-            BF=triton.next_power_of_2(columns),
+            BF=next_power_of_2(columns),
             BT=TOKENS,
             num_warps=4,
         )

@@ -13,7 +13,7 @@ nothing off.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.gpu import on_device, products
+from videokv.kernels.grids import cdiv, next_power_of_2
+from videokv.kernels.launches import Launches
 from videokv.noise import QueryMap
 
 ROWS = 64
@@ -39,7 +41,7 @@ def serves(query: Tensor, maps: Sequence[QueryMap], bases: Tensor | None) -> boo
         return False
     if bases.dtype != torch.bfloat16 and query.dtype != torch.float32:
         return False
-    fits = len(maps) * triton.next_power_of_2(bases.shape[3]) <= COLUMNS
+    fits = len(maps) * next_power_of_2(bases.shape[3]) <= COLUMNS
     return fits and group >= 16 and size % group == 0 and size // group <= MOST_GROUPS
 
 
@@ -48,38 +50,45 @@ def _bare(maps: Sequence[QueryMap]) -> list[int]:
     return [number for number, m in enumerate(maps) if m.basis is None]
 
 
-def widen_query(
+def widening(
     query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int, bases: Tensor
-) -> Tensor:
-    """See the package; bases ``[maps that have one, B, Hkv, r, D]``."""
-    query = query if query.stride(3) == 1 else query.contiguous()
+) -> Callable[[Tensor], Tensor]:
+    """``widen_query`` of the package for queries of this dtype and shape, on this device.
+
+    bases: ``[maps that have one, B, Hkv, r, D]``.
+    """
     batch, heads, rows, size = query.shape
-    out = query.new_empty(batch, heads, rows, width)
-    with on_device(query.device):
-        _widen[(triton.cdiv(rows, ROWS), batch * heads)](
-            query,
-            *query.stride()[:3],
-            out,
-            bases,
-            -scale / 24,
-            heads,
-            heads // bases.shape[2],
-            rows,
-            len(maps),
-            next(iter(_bare(maps)), len(maps)),
-            D=size,
-            WIDTH=width,
-            BW=triton.next_power_of_2(max(1, width - size)),
-            BM=ROWS,
-            GROUP=maps[0].group_size,
-            RANK=bases.shape[3],
-            BR=triton.next_power_of_2(bases.shape[3]),
-            BN=COLUMNS,
-            EXACT=products(query.dtype, query.device),
-            SPLIT=products(torch.float32, query.device),
-            num_warps=WARPS,
-        )
-    return out
+    numbers = (
+        -scale / 24,
+        heads,
+        heads // bases.shape[2],
+        rows,
+        len(maps),
+        next(iter(_bare(maps)), len(maps)),
+    )
+    constants = {
+        "D": size,
+        "WIDTH": width,
+        "BW": next_power_of_2(max(1, width - size)),
+        "BM": ROWS,
+        "GROUP": maps[0].group_size,
+        "RANK": bases.shape[3],
+        "BR": next_power_of_2(bases.shape[3]),
+        "BN": COLUMNS,
+        "EXACT": products(query.dtype, query.device),
+        "SPLIT": products(torch.float32, query.device),
+        "num_warps": WARPS,
+    }
+    launches = Launches(_widen, (cdiv(rows, ROWS), batch * heads), constants)
+
+    def widened(query: Tensor) -> Tensor:
+        query = query if query.stride(3) == 1 else query.contiguous()
+        out = query.new_empty(batch, heads, rows, width)
+        with on_device(query.device):
+            launches(query, *query.stride()[:3], out, bases, *numbers)
+        return out
+
+    return widened
 
 
 @triton.jit(do_not_specialize=_COUNTS)

@@ -8,7 +8,7 @@ query is read once, as groups side by side in a thread, and written with its col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from videokv.kernels.gpu import on_device
+from videokv.kernels.grids import cdiv, next_power_of_2
+from videokv.kernels.launches import Launches
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation, signs
 
@@ -39,35 +41,37 @@ def serves(query: Tensor, maps: Sequence[QueryMap]) -> bool:
     return plain and fits and size & (size - 1) == 0
 
 
-def widen_query(query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int) -> Tensor:
-    """See the package."""
+def widening(
+    query: Tensor, maps: Sequence[QueryMap], *, scale: float, width: int
+) -> Callable[[Tensor], Tensor]:
+    """``widen_query`` of the package for queries of this dtype and shape, on this device."""
     (only,), turn = maps, maps[0].transform
-    query = query if query.stride(3) == 1 else query.contiguous()
     batch, heads, rows, size = query.shape
-    out = query.new_empty(batch, heads, rows, width)
     groups = size // only.group_size
     flips, shrink = None, 1.0
     if isinstance(turn, Rotation) and groups > 1:
         # The first row of H sqrt(D) is its signs.
         flips = signs(turn, device=query.device, dtype=torch.float32)
         shrink = 1.0 / groups
-    with on_device(query.device):
-        _widen[(triton.cdiv(rows, ROWS), batch * heads)](
-            query,
-            *query.stride()[:3],
-            out,
-            flips,
-            -scale / 24 * shrink,
-            heads,
-            rows,
-            D=size,
-            WIDTH=width,
-            BW=triton.next_power_of_2(width - size),
-            BM=ROWS,
-            GROUP=only.group_size,
-            num_warps=WARPS,
-        )
-    return out
+    numbers = (-scale / 24 * shrink, heads, rows)
+    constants = {
+        "D": size,
+        "WIDTH": width,
+        "BW": next_power_of_2(width - size),
+        "BM": ROWS,
+        "GROUP": only.group_size,
+        "num_warps": WARPS,
+    }
+    launches = Launches(_widen, (cdiv(rows, ROWS), batch * heads), constants)
+
+    def widened(query: Tensor) -> Tensor:
+        query = query if query.stride(3) == 1 else query.contiguous()
+        out = query.new_empty(batch, heads, rows, width)
+        with on_device(query.device):
+            launches(query, *query.stride()[:3], out, flips, *numbers)
+        return out
+
+    return widened
 
 
 @triton.jit(do_not_specialize=_COUNTS)
