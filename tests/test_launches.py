@@ -11,6 +11,8 @@ from videokv.protocols import EncodeContext
 
 pytest.importorskip("triton")
 from videokv.kernels.assign_centroids import triton_few, triton_step  # noqa: E402
+from videokv.kernels.attend import Call, Rows, Tile, attend  # noqa: E402
+from videokv.kernels.attend import triton as attending  # noqa: E402
 from videokv.kernels.copy_rows import triton as copying  # noqa: E402
 from videokv.kernels.merge_tail import triton as merging  # noqa: E402
 from videokv.kernels.quantize_groups import triton as quantizing  # noqa: E402
@@ -103,6 +105,23 @@ def test_dtypes_of_memory_that_is_not_aligned_are_told_apart():
     launches(room(first=1), None, 7)
     launches(room(torch.bfloat16, first=2), None, 7)
     assert len(kernel.looked_at) == 2
+
+
+class Descriptor:
+    def __init__(self, dtype=torch.bfloat16, *, rows=64, block=(16, 64)):
+        self.base = torch.zeros(rows, 64, dtype=dtype)
+        self.shape, self.block_shape, self.layout = [rows, 64], list(block), "swizzled"
+
+
+def test_descriptors_of_other_rows_take_the_same_kernel():
+    kernel = Kernel()
+    launches = Launches(kernel, (3,), CONSTANTS)
+    launches(Descriptor(), None, 7)
+    launches(Descriptor(rows=80), None, 7)
+    assert len(kernel.looked_at) == 1
+    for number, other in enumerate((Descriptor(torch.float16), Descriptor(block=(32, 64)))):
+        launches(other, None, 7)
+        assert len(kernel.looked_at) == number + 2
 
 
 def test_the_interpreter_looks_at_every_launch():
@@ -243,8 +262,41 @@ def widened(seed):
     return [WIDENING[0](query)]
 
 
+def attended(seed, *, again=False):
+    dtype = torch.float16
+    query, keys, values, k, v = (
+        draw(1, 2, tokens, 64, seed=seed + n).to(dtype)
+        for n, tokens in enumerate((9, 70, 70, 9, 9))
+    )
+    extra = draw(1, 2, 9, 2, seed=seed), draw(1, 2, 70, 2, seed=seed + 1)
+    call = Call(query, Rows(keys, values), Rows(k, v), 0.1, *extra)
+    into = None
+    if again:
+        into = torch.zeros_like(query), torch.full((1, 2, 9), torch.inf, device=DEVICE)
+    return attending.attend(call, tile=Tile(16, 32, 4, 2), into=into)
+
+
+def attended_again(seed):
+    return attended(seed, again=True)
+
+
+def attended_on_hopper(seed):
+    if not (DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9):
+        pytest.skip("needs a Hopper GPU")
+    query, keys, values, k, v = (
+        draw(1, 2, tokens, 128, seed=seed + n).bfloat16()
+        for n, tokens in enumerate((333, 700, 700, 333, 333))
+    )
+    extra = draw(1, 2, 333, 2, seed=seed), draw(1, 2, 700, 2, seed=seed + 1)
+    return attend(Call(query, Rows(keys, values), Rows(k, v), 0.1, *extra))
+
+
 @pytest.mark.parametrize(
-    "run", [copied, merged, means, few, grouped, steps, decoded, placed, widened]
+    "run",
+    [
+        *(copied, merged, means, few, grouped, steps, decoded, placed, widened),
+        *(attended, attended_again, attended_on_hopper),
+    ],
 )
 def test_every_kernel_gives_the_same_when_it_is_kept(run, kept):
     for made in (BATCH, PLACEMENT, WIDENING):

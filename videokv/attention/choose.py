@@ -147,7 +147,7 @@ def attend(
         found = BACKEND.attempt(query, filled, scale=scale, need_lse=need_lse)
         if not isinstance(found, str):
             return found
-    elif backend == NARROW_BACKEND or (backend == "triton" and not narrow):
+    elif own is not None or backend == NARROW_BACKEND or (backend == "triton" and not narrow):
         from videokv.attention import triton
 
         ours = triton.FP8_BACKEND if backend == NARROW_BACKEND else triton.BACKEND

@@ -20,7 +20,8 @@ class Launches:
     """Launches of ``kernel`` with one grid and the same constants, on one device.
 
     The kernel of the last one is taken again as long as nothing changes that it was chosen by:
-    numbers, and where there are tensors, of which dtype, and how their memory is aligned.
+    numbers, and where there are tensors, of which dtype, and how their memory is aligned; of tensor
+    descriptors, dtype, block and layout in shared memory.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], constants: Mapping[str, Any]) -> None:
@@ -29,9 +30,10 @@ class Launches:
         # What the last launch was chosen by, its kernel, and constants in the kernel's order.
         self._kept: tuple[list[Any], Any, list[Any]] = ([], None, [])
 
-    def __call__(self, *arguments: Tensor | float | None) -> None:
-        """Launch with all arguments but the constants, which come last."""
-        kinds = [_kind(x) if isinstance(x, Tensor) else x for x in arguments]
+    def __call__(self, *arguments: Any) -> None:
+        """Launch with all arguments (tensors, descriptors, numbers, None) but the constants, which
+        come last."""
+        kinds = [_kind(x) for x in arguments]
         known, compiled, constants = self._kept
         if kinds == known:
             compiled[self._grid](*arguments, *constants)
@@ -42,8 +44,13 @@ class Launches:
             self._kept = kinds, compiled, [self._constants[name] for name in names]
 
 
-def _kind(x: Tensor) -> Hashable:
-    return x.dtype if x.data_ptr() % ALIGNED_BYTES == 0 else (x.dtype, "unaligned")
+def _kind(x: Any) -> Hashable:
+    if isinstance(x, Tensor):
+        return x.dtype if x.data_ptr() % ALIGNED_BYTES == 0 else (x.dtype, "unaligned")
+    if hasattr(x, "block_shape"):
+        return x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None)
+    number: Hashable = x
+    return number
 
 
 def alike(

@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from videokv.kernels.attend.call import Call, Rows
 from videokv.kernels.attend.gluon_kernel import forward, merge
 from videokv.kernels.gpu import on_device
+from videokv.kernels.launches import alike
 from videokv.tensors import E4M3
 
 _LOG2_E = 1.4426950408889634
@@ -112,8 +113,16 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     pieces = 2 * sharers if rest else 1
     part = torch.empty(pieces, GROUPS * QUERIES, SIZE, device=query.device, dtype=torch.float32)
     part_lse = torch.empty(pieces, GROUPS * QUERIES, device=query.device, dtype=torch.float32)
+    run = alike(
+        forward, (programs,), query.device,
+        GROUPS=GROUPS, QUERIES=QUERIES, KEYS=KEYS, SIZE=SIZE,
+        HAS_PAST=past is not None, HAS_CURRENT=current is not None, NARROW=narrow,
+        COLUMNS=0 if extra_query is None else COLUMNS, KEY_STAGES=STAGES, VALUE_STAGES=STAGES,
+        REGISTERS=_MULTIPLIER_REGISTERS, LOADER_REGISTERS=_LOADER_REGISTERS,
+        num_warps=4, maxnreg=_ALL_REGISTERS // (_WARPS * 32) // 8 * 8,
+    )  # fmt: skip
     with on_device(query.device):
-        forward[(programs,)](
+        run(
             _described(query, [1, 1, QUERIES, SIZE]),
             None if extra_query is None else _described(extra_query, [1, 1, QUERIES, COLUMNS]),
             *_past_descriptors(past, extra_keys, narrow=narrow),
@@ -123,18 +132,15 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             None if past is None or past.value_scale is None else past.value_scale.contiguous(),
             call.scale * _LOG2_E, heads, heads // held.keys.shape[1], rows, row_blocks, blocks,
             sharers, past_tokens, current_tokens,
-            GROUPS=GROUPS, QUERIES=QUERIES, KEYS=KEYS, SIZE=SIZE,
-            HAS_PAST=past is not None, HAS_CURRENT=current is not None, NARROW=narrow,
-            COLUMNS=0 if extra_query is None else COLUMNS,
-            KEY_STAGES=STAGES, VALUE_STAGES=STAGES,
-            REGISTERS=_MULTIPLIER_REGISTERS, LOADER_REGISTERS=_LOADER_REGISTERS,
-            num_warps=4, maxnreg=_ALL_REGISTERS // (_WARPS * 32) // 8 * 8,
         )  # fmt: skip
         if rest:
-            merge[(blocks - first_block, 2 * GROUPS)](
-                out, lse, part, part_lse, rows, row_blocks, first_block, rest, key_blocks,
-                sharers, QUERIES=GROUPS * QUERIES, SIZE=SIZE, BM=QUERIES // 2, num_warps=4,
+            add_up = alike(
+                merge, (blocks - first_block, 2 * GROUPS), query.device,
+                QUERIES=GROUPS * QUERIES, SIZE=SIZE, BM=QUERIES // 2, num_warps=4,
             )  # fmt: skip
+            add_up(
+                out, lse, part, part_lse, rows, row_blocks, first_block, rest, key_blocks, sharers
+            )
     return out, lse
 
 

@@ -22,6 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from videokv.kernels.attend.call import Call, Rows
 from videokv.kernels.attend.tiles import Tile, padded
 from videokv.kernels.gpu import on_device, products
+from videokv.kernels.grids import cdiv
+from videokv.kernels.launches import alike
 from videokv.tensors import E4M3
 
 _LOG2_E = 1.4426950408889634
@@ -47,8 +49,33 @@ def attend(
     past, current = _dense_rows(call.past), _dense_rows(call.current)
     described = tile.descriptors and _describable(query.device, past, current, extra_keys)
     sizes = padded(size), padded(call.value_dim)
+    run = alike(
+        _forward,
+        (cdiv(rows, tile.queries), batch * heads),
+        query.device,
+        D=size,
+        DV=call.value_dim,
+        BD=sizes[0],
+        BDV=sizes[1],
+        BF=0 if extra_query is None else extra_query.shape[3],
+        BM=tile.queries,
+        BN=tile.keys,
+        HAS_PAST=past is not None,
+        HAS_CURRENT=current is not None,
+        CAUSAL=call.causal,
+        KEYS8=past is not None and past.keys.dtype == E4M3,
+        VALUES8=past is not None and past.values.dtype == E4M3,
+        TURNED=past is not None and past.values.stride(3) != 1,
+        DESCRIBED=described,
+        AGAIN=into is not None,
+        PRECISION=products(query.dtype, query.device),
+        ALIGN=_alignment(query, past, current, extra_query, extra_keys),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
+    )
     with on_device(query.device):
-        _forward[(triton.cdiv(rows, tile.queries), batch * heads)](
+        run(
             query,
             *query.stride()[:3],
             extra_query,
@@ -69,26 +96,6 @@ def attend(
             rows,
             0 if past is None else past.keys.shape[2],
             0 if current is None else current.keys.shape[2],
-            D=size,
-            DV=call.value_dim,
-            BD=sizes[0],
-            BDV=sizes[1],
-            BF=0 if extra_query is None else extra_query.shape[3],
-            BM=tile.queries,
-            BN=tile.keys,
-            HAS_PAST=past is not None,
-            HAS_CURRENT=current is not None,
-            CAUSAL=call.causal,
-            KEYS8=past is not None and past.keys.dtype == E4M3,
-            VALUES8=past is not None and past.values.dtype == E4M3,
-            TURNED=past is not None and past.values.stride(3) != 1,
-            DESCRIBED=described,
-            AGAIN=into is not None,
-            PRECISION=products(query.dtype, query.device),
-            ALIGN=_alignment(query, past, current, extra_query, extra_keys),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=True,
         )
     return out, lse
 
