@@ -19,7 +19,7 @@ from torch import Tensor
 
 from videokv.kernels.blocks import as_bytes, row_alignment
 from videokv.kernels.gpu import on_device
-from videokv.kernels.launches import Launches
+from videokv.kernels.launches import Launches, alike
 
 WIDEST_LOAD_BYTES = 16
 _TYPES = {
@@ -153,7 +153,7 @@ class Batch:
         }
         if loops:
             constants["LOOP"] = steps * plan.rows < self.longest_tokens
-        return Launches(kernel, (steps, lines, self.count), constants), stretch
+        return alike(kernel, (steps, lines, self.count), a.device, **constants), stretch
 
 
 def batches(groups: Sequence[Sequence[Job]], device: torch.device) -> list[Batch]:
