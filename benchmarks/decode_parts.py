@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import needs_gpu  # noqa: F401 - refuses in one line
 import torch
@@ -32,7 +33,7 @@ KINDS = {
     "rtn": RTN,
     "quarot": Rotated(RTN),
 }
-CHECKS = (("rtn", 1), ("rtn", 16), ("quarot", 1))
+CHECKS = (("rtn", 1), ("rtn", 4), ("rtn", 16), ("quarot", 1))
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -120,6 +121,27 @@ def split_times(queries: int) -> None:
         attempt(f"rtn, {queries} queries, {'Gluon' if fast else 'Triton'}", work)
 
 
+def unbiased_times(cache: Any, query: Tensor) -> str:
+    """Of a cache with one packed chunk: the kernels of ``triton_unbiased``."""
+    from videokv.kernels.attend_packed import triton_unbiased
+    from videokv.kernels.attend_packed.unbiased_query import ready
+
+    chunk = cache._layers[0].state.chunks[0]
+    sides = [inner_parts(side) for side in (chunk.keys, chunk.values)]
+    call = PackedCall(query, *sides, SIZE**-0.5, by_steps=True)
+    if not triton_unbiased.serves(call):
+        return ""
+    times = [
+        device_us(lambda fast=fast: triton_unbiased.split_attention(call, fast=fast))
+        for fast in (True, False)
+    ]
+    served = triton_unbiased._is_fast(call)
+    return (
+        f"; split {times[0]:.1f} us in Gluon (served: {served}), {times[1]:.1f} us in Triton, of "
+        f"it the query {device_us(lambda: ready(call)):.1f} us"
+    )
+
+
 def whole(name: str, queries: int) -> str:
     cache = videokv.recipe(name).new_cache(layers=1)
     q, k, v = (
@@ -148,6 +170,7 @@ def whole(name: str, queries: int) -> str:
         f"off by {error:.1e}, device {device_us(function):.1f} us, as called "
         f"{called_us(function):.0f} us; current rows by a stock kernel: device "
         f"{device_us(current):.1f} us, as called {called_us(current):.0f} us"
+        f"{unbiased_times(cache, q)}"
     )
 
 

@@ -159,7 +159,10 @@ def _cases() -> dict:
 
     def packed_gluon(name: str, queries: int) -> None:
         call = packed.by_steps(in_gluon.call_of(name, queries=queries, dtype=bf16))
-        in_gluon.triton_words.split_attention([call], fast=True)
+        if in_gluon.triton_unbiased.serves(call):
+            in_gluon.triton_unbiased.split_attention(call, fast=True)
+        else:
+            in_gluon.triton_words.split_attention([call], fast=True)
 
     def hopper(*, narrow: bool, columns: int) -> None:
         """Only for 9.0, and only where Triton has this Gluon."""
@@ -258,13 +261,23 @@ def _cases() -> dict:
             for dtype in (bf16, torch.float16, torch.float32)
         },
         **{
-            f"attend_packed {name} in Gluon, {2 * queries} rows": partial(
-                packed_gluon, name, queries
+            f"attend_packed {name} in Gluon, {2 * queries} rows{' (Hopper)' * (queries > 8)}": (
+                partial(packed_gluon, name, queries)
             )
             for name, queries in (
                 ("rtn", 2),
                 ("rtn", 8),
+                ("rtn", 32),
                 ("symmetric", 2),
+                ("symmetric", 32),
+                ("unbiased", 2),
+                ("unbiased", 8),
+                ("unbiased", 32),
+                ("small", 2),
+                ("small", 32),
+                ("labels", 2),
+                ("labels", 8),
+                ("labels", 32),
             )
         },
         "quantize rtn": partial(quantize, format=GroupFormat(2, 32)),

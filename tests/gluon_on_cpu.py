@@ -158,7 +158,7 @@ def run_asm(asm, operands):
             continue
         target, *rest = (part.strip() for part in rest.split(","))
         x = [value(each) for each in rest]
-        if code.startswith(("mul.rn.f16x2", "fma.rn.bf16x2")):
+        if code.startswith(("mul.rn.f16x2", "fma.rn.")):
             kind = torch.float16 if "bf" not in code else torch.bfloat16
             a = [pairs(each, kind).double() for each in x]
             found = a[0] * a[1] + (a[2] if len(a) > 2 else 0)
@@ -167,6 +167,7 @@ def run_asm(asm, operands):
             found = {
                 "shl.b32": lambda a, b: (a << b) & WORD, "shr.u32": lambda a, b: a >> b,
                 "and.b32": lambda a, b: a & b, "xor.b32": lambda a, b: a ^ b,
+                "lop3.b32": lambda a, b, c, table: (a & b) | c,
                 "mov.b32": lambda a: a, "prmt.b32": prmt,
             }[code](*x)  # fmt: skip
         names[target] = found
@@ -203,6 +204,9 @@ class Shared:
     def load(self, layout):
         return Tensor(self.x.clone())
 
+    def store(self, tensor):
+        self.x.copy_(tensor.x)
+
 
 def fake_language(program, grid):
     def of(function):
@@ -231,15 +235,21 @@ def fake_language(program, grid):
         program_id=lambda axis: Tensor(torch.tensor(program[axis], dtype=torch.int32)),
         num_programs=lambda axis: grid[axis],
     )  # fmt: skip
-    for name in ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DistributedLinearLayout"):
+    for name in ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DistributedLinearLayout",
+                 "NVMMADistributedLayout", "NVMMASharedLayout", "DotOperandLayout"):  # fmt: skip
         setattr(gl, name, lambda *arguments: None)
     for kind in SIZES:
         setattr(gl, str(kind).removeprefix("torch."), kind)
     return gl
 
 
-def mma(a, b, acc):
-    return Tensor(acc.x + (a.x.double() @ b.x.double()).float())
+def mma(a, b, acc, use_acc=True, is_async=False):
+    found = (a.x.double() @ b.x.double()).float()
+    return Tensor(acc.x + found if use_acc else found)
+
+
+def waited(number, deps):
+    return deps[0] if len(deps) == 1 else tuple(deps)
 
 
 def copy(target, pointer):
@@ -258,8 +268,13 @@ def on_cpu(modules, program, grid):
     async_copy = types.SimpleNamespace(commit_group=lambda: None, wait_group=lambda number: None)
     with contextlib.ExitStack() as stack:
         for module in modules:
-            changes = {"gl": gl, "mma_v2": mma, "async_copy": async_copy, "copy_ahead": copy}
+            changes = {"gl": gl, "async_copy": async_copy, "copy_ahead": copy}
+            if hasattr(module, "mma_v2"):
+                changes["mma_v2"] = mma
             changes["barrier"] = lambda: None
+            if hasattr(module, "warpgroup_mma"):
+                changes |= {"warpgroup_mma": mma, "warpgroup_mma_wait": waited}
+                changes["fence_async_shared"] = lambda: None
             for name, held in vars(module).items():
                 if type(held).__name__ in ("GluonJITFunction", "JITFunction", "ConstexprFunction"):
                     changes[name] = plain(held)

@@ -163,6 +163,8 @@ def _plus_values(acc, p, low, high, step, SLOT: gl.constexpr, BN: gl.constexpr):
 def _query_slot(q, first, ROWS: gl.constexpr, SLOT: gl.constexpr):
     """The channels that one slot of the words holds: float32 [16, 16]."""
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, LEFT))
+    if ROWS <= 8:
+        row = row % 8
     k = gl.arange(0, 16, layout=gl.SliceLayout(0, LEFT))
     channel = (
         32 * (k % 8 // 2) + 16 * (k // 8) + 8 * (k % 2) + (3 - SLOT if SLOT < 4 else 11 - SLOT)
@@ -223,57 +225,6 @@ def kernel(
     begin = gl.load(entry + 14).to(gl.int32)
     end = gl.load(entry + 15).to(gl.int32)
 
-    first_row = head * ROWS
-    q0 = _query_slot(q, first_row, ROWS, 0)
-    q1 = _query_slot(q, first_row, ROWS, 1)
-    q2 = _query_slot(q, first_row, ROWS, 2)
-    q3 = _query_slot(q, first_row, ROWS, 3)
-    q4 = _query_slot(q, first_row, ROWS, 4)
-    q5 = _query_slot(q, first_row, ROWS, 5)
-    q6 = _query_slot(q, first_row, ROWS, 6)
-    q7 = _query_slot(q, first_row, ROWS, 7)
-    size0 = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.maximum(gl.abs(q2), gl.abs(q3)))
-    size1 = gl.maximum(gl.maximum(gl.abs(q4), gl.abs(q5)), gl.maximum(gl.abs(q6), gl.abs(q7)))
-    peak = gl.minimum(gl.maximum(gl.max(gl.maximum(size0, size1), 1), 1e-30), 1e30)
-    # 2^-e, of the row's largest 2^e x, 1 <= x < 2
-    exponent = peak.to(gl.int32, bitcast=True) & 0x7F800000
-    inverse = (0x7F000000 - exponent).to(gl.float32, bitcast=True)
-    k_scale = 1.0
-    if K_SCALED:
-        k_scale = gl.load(gl.load(entry + 3).to(number) + head)
-    sums = _in_two(_word_sums(q0 + q1 + q2 + q3 + q4 + q5 + q6 + q7))
-    phi = _word_sums(q0 * q0 + q1 * q1 + q2 * q2 + q3 * q3 + q4 * q4 + q5 * q5 + q6 * q6 + q7 * q7)
-    phi *= -feature_scale * k_scale
-    if FACTORS:
-        word = gl.arange(0, 4, layout=gl.SliceLayout(0, phi.type.layout))
-        factor = gl.load(entry + 8).to(number) + head * 4 + word
-        phi *= gl.load(factor)[None, :]
-    if not BY_STEPS:
-        phi *= 0.0
-    terms = gl.permute(gl.join(sums, _in_two(phi)), (0, 3, 1, 2))
-    terms = gl.convert_layout(gl.reshape(terms, [16, 16]), LEFT)
-    grow = inverse * 16384.0
-    a0 = (q0 * grow[:, None]).to(gl.float16)
-    a1 = (q1 * (grow * 0.25)[:, None]).to(gl.float16)
-    a2 = (q2 * (grow * 0.0625)[:, None]).to(gl.float16)
-    a3 = (q3 * (grow * 0.015625)[:, None]).to(gl.float16)
-    a4 = (q4 * grow[:, None]).to(gl.float16)
-    a5 = (q5 * (grow * 0.25)[:, None]).to(gl.float16)
-    a6 = (q6 * (grow * 0.0625)[:, None]).to(gl.float16)
-    a7 = (q7 * (grow * 0.015625)[:, None]).to(gl.float16)
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, MMA))
-    unit = scale * k_scale
-
-    shape = _upper(gl.zeros([16, BN], gl.float32, layout=MMA), R)
-    SL: gl.constexpr = shape.type.layout
-    # What scores are in, of the rows as they are laid out.
-    back = (2.0 / inverse)[:, None] + gl.zeros([16, BN], gl.float32, layout=MMA)
-    back = gl.max(_upper(back, R), 1)
-    token_s = gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-    top = gl.full([R], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SL))
-    total = gl.zeros([R], gl.float32, layout=gl.SliceLayout(1, SL))
-    zero = gl.zeros([16, R], gl.float32, layout=MMA)
-    o0, o1, o2, o3, o4, o5, o6, o7, oz = zero, zero, zero, zero, zero, zero, zero, zero, zero
     last = tokens - BN  # where the last whole block begins: a chunk's end is read from there on
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_rows: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 1, [1, 0])  # copied 16 bytes at a time
@@ -295,6 +246,58 @@ def kernel(
             following, 8, V_ZERO, BN,
         )  # fmt: skip
         async_copy.commit_group()
+    first_row = head * ROWS
+    q0 = _query_slot(q, first_row, ROWS, 0)
+    q1 = _query_slot(q, first_row, ROWS, 1)
+    q2 = _query_slot(q, first_row, ROWS, 2)
+    q3 = _query_slot(q, first_row, ROWS, 3)
+    q4 = _query_slot(q, first_row, ROWS, 4)
+    q5 = _query_slot(q, first_row, ROWS, 5)
+    q6 = _query_slot(q, first_row, ROWS, 6)
+    q7 = _query_slot(q, first_row, ROWS, 7)
+    size0 = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.maximum(gl.abs(q2), gl.abs(q3)))
+    size1 = gl.maximum(gl.maximum(gl.abs(q4), gl.abs(q5)), gl.maximum(gl.abs(q6), gl.abs(q7)))
+    peak = gl.minimum(gl.maximum(gl.max(gl.maximum(size0, size1), 1), 1e-30), 1e30)
+    # 2^-e, of the row's largest 2^e x, 1 <= x < 2
+    exponent = peak.to(gl.int32, bitcast=True) & 0x7F800000
+    inverse = (0x7F000000 - exponent).to(gl.float32, bitcast=True)
+    k_scale = 1.0
+    if K_SCALED:
+        k_scale = gl.load(gl.load(entry + 3).to(number) + head)
+    sums = _word_sums(q0 + q1 + q2 + q3 + q4 + q5 + q6 + q7)
+    phi = _word_sums(q0 * q0 + q1 * q1 + q2 * q2 + q3 * q3 + q4 * q4 + q5 * q5 + q6 * q6 + q7 * q7)
+    phi *= -feature_scale * k_scale
+    if FACTORS:
+        word = gl.arange(0, 4, layout=gl.SliceLayout(0, phi.type.layout))
+        factor = gl.load(entry + 8).to(number) + head * 4 + word
+        phi *= gl.load(factor)[None, :]
+    if not BY_STEPS:
+        phi *= 0.0
+    # In what scores of codes are in.
+    own = gl.convert_layout(inverse, gl.SliceLayout(1, sums.type.layout))[:, None] * 0.5
+    terms = gl.permute(gl.join(_in_two(sums * own), _in_two(phi * own)), (0, 3, 1, 2))
+    terms = gl.convert_layout(gl.reshape(terms, [16, 16]), LEFT)
+    grow = inverse * 16384.0
+    a0 = (q0 * grow[:, None]).to(gl.float16)
+    a1 = (q1 * (grow * 0.25)[:, None]).to(gl.float16)
+    a2 = (q2 * (grow * 0.0625)[:, None]).to(gl.float16)
+    a3 = (q3 * (grow * 0.015625)[:, None]).to(gl.float16)
+    a4 = (q4 * grow[:, None]).to(gl.float16)
+    a5 = (q5 * (grow * 0.25)[:, None]).to(gl.float16)
+    a6 = (q6 * (grow * 0.0625)[:, None]).to(gl.float16)
+    a7 = (q7 * (grow * 0.015625)[:, None]).to(gl.float16)
+    unit = 2.0 / gl.convert_layout(inverse, gl.SliceLayout(1, MMA)) * (scale * k_scale)
+
+    shape = _upper(gl.zeros([16, BN], gl.float32, layout=MMA), R)
+    SL: gl.constexpr = shape.type.layout
+    # What scores are in, of the rows as they are laid out.
+    unit = unit[:, None] + gl.zeros([16, BN], gl.float32, layout=MMA)
+    unit = gl.max(_upper(unit, R), 1)
+    token_s = gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+    top = gl.full([R], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SL))
+    total = gl.zeros([R], gl.float32, layout=gl.SliceLayout(1, SL))
+    zero = gl.zeros([16, R], gl.float32, layout=MMA)
+    o0, o1, o2, o3, o4, o5, o6, o7, oz = zero, zero, zero, zero, zero, zero, zero, zero, zero
     # Bytes j, j + 4, ... of two words; numbers j of 16 bits.
     k_word = gl.arange(0, 4, layout=gl.SliceLayout(1, KL))[:, None]
     v_word = gl.arange(0, 8, layout=gl.SliceLayout(1, VL))[:, None] // 2
@@ -338,8 +341,8 @@ def kernel(
             SQUARES, "=r,r,r", [ks, k_byte], dtype=gl.int32, is_pure=True, pack=1
         )
         blank = gl.zeros([16, BN], gl.float32, layout=MMA)
-        extra = mma_v2(terms, _right(offset, square, gl.bfloat16, BN), blank)
-        scores = _plus_keys(blank, a0, low, high, step, 0, BN)
+        scores = mma_v2(terms, _right(offset, square, gl.bfloat16, BN), blank)
+        scores = _plus_keys(scores, a0, low, high, step, 0, BN)
         scores = _plus_keys(scores, a1, low, high, step, 1, BN)
         scores = _plus_keys(scores, a2, low, high, step, 2, BN)
         scores = _plus_keys(scores, a3, low, high, step, 3, BN)
@@ -347,10 +350,11 @@ def kernel(
         scores = _plus_keys(scores, a5, low, high, step, 5, BN)
         scores = _plus_keys(scores, a6, low, high, step, 6, BN)
         scores = _plus_keys(scores, a7, low, high, step, 7, BN)
-        s = (_upper(scores, R) * back[:, None] + _upper(extra, R)) * unit
-        live = (at + token_s >= first) & (at + token_s < end)
-        s = gl.where(live[None, :], s, float("-inf"))
-        highest = gl.max(s, 1)
+        s = _upper(scores, R)
+        if (at < first) | (first + BN > end):
+            live = (at + token_s >= first) & (at + token_s < end)
+            s = gl.where(live[None, :], s, float("-inf"))
+        highest = gl.max(s, 1) * unit
         beyond = gl.max(highest - top, 0)
         if beyond > 8.0:
             higher = gl.maximum(top, highest)
@@ -367,7 +371,7 @@ def kernel(
             o6 *= across
             o7 *= across
             oz *= across
-        shares = gl.exp2(s - top[:, None])
+        shares = gl.exp2(s * unit[:, None] - top[:, None])
         total += gl.sum(shares, 1)
         turned = gl.permute(shares, (1, 0))
         p = gl.convert_layout(turned.to(gl.float16), RIGHT, assert_trivial=True)
@@ -388,8 +392,9 @@ def kernel(
                 PAIR_MINUS, "=r,r,r,r,r", [vs, v_byte], dtype=gl.bfloat16, is_pure=True, pack=2
             )
         zeros = _left(shift, shift, BN)
-        wide = turned.to(gl.bfloat16)
-        rest = (turned - wide.to(gl.float32)).to(gl.bfloat16)
+        wide = turned.to(gl.int32, bitcast=True) & -65536
+        rest = (turned - wide.to(gl.float32, bitcast=True)).to(gl.bfloat16)
+        wide = (wide >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
         oz = mma_v2(zeros, gl.convert_layout(wide, RIGHT, assert_trivial=True), oz)
         oz = mma_v2(zeros, gl.convert_layout(rest, RIGHT, assert_trivial=True), oz)
         o0 = _plus_values(o0, p, low16, high16, size, 0, BN)

@@ -51,6 +51,11 @@ def in_pairs(query: Tensor) -> bool:
     return query.is_cuda and query.dtype != torch.float32
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU has products of 64 rows whose operands lie in shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def joined(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Parts ``[S, rows, D]`` with lses ``[S, rows]`` as one: ``[rows, D]`` and ``[rows]``."""
     total = lses.logsumexp(0)

@@ -9,6 +9,10 @@ What is left to do for each code is to make it an FP16 number, exactly.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,18 +22,25 @@ from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed.call import PackedCall
 from videokv.kernels.attend_packed.splits import (
     BLOCK_TOKENS,
+    FAST_TOLERANCE,
     LOG2_E,
     column_options,
     columns,
+    in_pairs,
+    is_hopper,
+    joined,
     stretch_of,
 )
 from videokv.kernels.attend_packed.unbiased_query import LABELS, ready
 from videokv.kernels.blocks import code_words, in_words, labels_block, odd_block
-from videokv.kernels.gpu import on_device, products
+from videokv.kernels.gpu import checked_refusal, disagreement, on_device, products, say_once
 from videokv.kernels.numbers import exp2_codes
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
 
+# Of a program. With 64, Triton 3.6 makes products of the narrow operands for 9.0 that read what is
+# not theirs: wrong outputs, or an illegal access.
+MOST_ROWS = 32
 _COUNTS = ["tokens", "stretch", "every"]
 
 
@@ -41,22 +52,41 @@ def serves(call: PackedCall) -> bool:
     )
 
 
-def split_attention(call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
+class Fast:
+    """As ``triton_words.Fast``: programs, tokens of a block, blocks in shared memory, warps, and
+    the most registers of a thread."""
+
+    few_rows = 16
+    fewest = (1584, 32, 4, 1, 168)
+    few = (1056, 32, 4, 1, None)
+    many = (264, 64, 3, 4, None)
+
+
+def split_attention(call: PackedCall, *, fast: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """parts ``[S, rows of all heads, Dv]`` in the coordinates of the values' codes, lses, and the
-    weights by label ``[S, rows, 16]``."""
+    weights by label ``[S, rows, 16]``.
+
+    fast: by the kernel in Gluon; None: where it serves.
+    """
     batch, heads, queries, _ = call.query.shape
     kv_heads, tokens = call.keys.shape[1:3]
     rows, every, value_dim = call.rows, batch * heads * queries, call.values.head_dim
+    fast = _chosen(call) if fast is None else fast
     stretch = stretch_of(tokens, batch * kv_heads)
+    if fast:
+        stretch = _stretch(tokens, batch * kv_heads, rows)
     splits = triton.cdiv(tokens, stretch)
     device = call.query.device
     sums = torch.empty(splits, every, value_dim, device=device)
     masses = torch.empty(splits, every, LABELS, device=device)
     lses = torch.empty(splits, every, device=device)
-    extra_query, extra_keys = columns(call)
     query, means, numbers = ready(call)
+    if fast:
+        _launch_fast(call, (query, means, numbers), (sums, masses, lses), stretch=stretch)
+        return sums, lses, masses
+    extra_query, extra_keys = columns(call)
     with on_device(device):
-        _kernel[(splits, batch * kv_heads)](
+        _kernel[(splits, batch * kv_heads, triton.cdiv(rows, MOST_ROWS))](
             query,
             means,
             numbers,
@@ -74,7 +104,7 @@ def split_attention(call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
             **_options(call.keys, "K"),
             **_options(call.values, "V"),
             ROWS=rows,
-            BM=padded(rows),
+            BM=min(MOST_ROWS, padded(rows)),
             BN=BLOCK_TOKENS,
             **column_options(call),
             BY_STEPS=call.by_steps,
@@ -85,6 +115,131 @@ def split_attention(call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
             enable_fp_fusion=True,
         )
     return sums, lses, masses
+
+
+def _tuning(rows: int) -> tuple[int, int, int, int, int | None]:
+    if rows <= Fast.few_rows:
+        return Fast.fewest if rows <= 8 else Fast.few
+    return Fast.many
+
+
+def _stretch(tokens: int, heads: int, rows: int) -> int:
+    programs, block, *_ = _tuning(rows)
+    splits = max(1, programs // heads)
+    return -(-tokens // splits // block) * block
+
+
+def _fast_kernel(rows: int) -> Any:
+    if rows <= Fast.few_rows:
+        from videokv.kernels.attend_packed import gluon_unbiased
+
+        return gluon_unbiased.kernel
+    from videokv.kernels.attend_packed import gluon_unbiased_wide
+
+    return gluon_unbiased_wide.kernel
+
+
+def _launch_fast(
+    call: PackedCall, asked: Sequence[Tensor], found: Sequence[Tensor], *, stretch: int
+) -> None:
+    query, means, numbers = asked
+    keys, values = call.keys, call.values
+    assert keys.centres is not None and values.centres is not None
+    k_codes, *k_rest = _tensors(keys)
+    v_codes, *v_rest = _tensors(values)
+    splits, heads = found[0].shape[0], keys.shape[0] * keys.shape[1]
+    _, block, stages, warps, registers = _tuning(call.rows)
+    few = call.rows <= Fast.few_rows
+    with on_device(call.query.device):
+        _fast_kernel(call.rows)[(splits, heads)](
+            query,
+            means,
+            numbers,
+            numbers.shape[1],
+            k_codes.view(torch.int64) if keys.bits == 2 else k_codes,
+            *k_rest,
+            v_codes.view(torch.int32 if few else torch.int64),
+            *v_rest,
+            *found,
+            call.scale * LOG2_E,
+            keys.tokens,
+            stretch,
+            K_BITS=keys.bits,
+            K_LABEL=keys.centres.label_bits,
+            V_LABEL=values.centres.label_bits,
+            BY_STEPS=call.by_steps,
+            ROWS=call.rows,
+            BN=block,
+            STAGES=stages,
+            num_warps=warps,
+            maxnreg=registers,
+        )
+
+
+# Of keys: the values beside them, and by which kernel queries of a kind read both.
+_choices: weakref.WeakKeyDictionary[Parts, tuple[weakref.ref[Parts], dict[Hashable, bool]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _chosen(call: PackedCall) -> bool:
+    """``_is_fast``, found out once for a chunk (not in the capture of a graph)."""
+    kept = _choices.get(call.keys)
+    if kept is None or kept[0]() is not call.values:
+        kept = _choices[call.keys] = (weakref.ref(call.values), {})
+    no_columns = call.extra_query is None
+    key = (call.query.dtype, call.rows, call.by_steps, no_columns)
+    if key not in kept[1]:
+        found = _is_fast(call)
+        if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return found
+        kept[1][key] = found
+    return kept[1][key]
+
+
+def _is_fast(call: PackedCall) -> bool:
+    """Whether the kernel in Gluon takes this call, and has shown that it is right."""
+    rows = call.rows
+    fits = (
+        in_pairs(call.query)
+        and call.extra_query is None
+        and (rows <= Fast.few_rows or is_hopper(call.query.device))
+        and call.keys.tokens >= _tuning(rows)[1]
+        and call.keys.bits in (2, 3)
+        and call.values.bits == 2
+        and all(map(_fits_fast, (call.keys, call.values)))
+    )
+    if not fits:
+        return False
+    config = (call.query.dtype, rows, call.by_steps)
+    refusal = checked_refusal(
+        "attend_packed in Gluon",
+        (*config, call.keys.config(), call.values.config()),
+        call.query.device,
+        lambda: _fast_disagreement(call),
+    )
+    if refusal is not None:
+        say_once(f"packed chunks are read by the slower kernel: {refusal}")
+    return refusal is None
+
+
+def _fits_fast(parts: Parts) -> bool:
+    assert parts.centres is not None
+    aligned = parts.codes.is_contiguous() and parts.codes.data_ptr() % 16 == 0
+    return aligned and parts.head_dim == 128
+
+
+def _fast_disagreement(call: PackedCall) -> str | None:
+    """What is wrong with the kernel in Gluon; the other one is checked where calls are refused."""
+    got, want = (split_attention(call, fast=fast) for fast in (True, False))
+    tolerance = FAST_TOLERANCE[call.query.dtype]
+    for what, number in (("the output", 0), ("the weights by label", 2)):
+        pair = [joined(each[number], each[1])[0] for each in (got, want)]
+        reason = disagreement(pair[0], pair[1], tolerance=tolerance, what=what)
+        if reason is not None:
+            return reason
+    sums = [each[1].logsumexp(0) for each in (got, want)]
+    return disagreement(sums[0], sums[1], tolerance=tolerance, what="the log-sum-exp")
 
 
 def _tensors(parts: Parts) -> list[Tensor]:
@@ -124,7 +279,7 @@ def _kernel(
     BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
-    row = tl.arange(0, BM)
+    row = tl.program_id(2) * BM + tl.arange(0, BM)
     asked = row < ROWS
     line = head * ROWS + row
     channel = tl.arange(0, K_BD)
@@ -146,7 +301,7 @@ def _kernel(
         some = asked[:, None] & (column < F)[None, :]
         extra = tl.load(e + e_place, mask=some, other=0.0).to(COLUMN_TYPE)
     # Wider than the labels: a square product would be laid out over the rows, which are few.
-    wide: tl.constexpr = 2 * BM if BM < 64 else 32
+    wide: tl.constexpr = 2 * BM
     v_label = tl.arange(0, wide)
     peak = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,13 @@ from torch import Tensor
 from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed import triton_words_wide
 from videokv.kernels.attend_packed.call import PackedCall
-from videokv.kernels.attend_packed.splits import FAST_TOLERANCE, LOG2_E, in_pairs, joined
+from videokv.kernels.attend_packed.splits import (
+    FAST_TOLERANCE,
+    LOG2_E,
+    in_pairs,
+    is_hopper,
+    joined,
+)
 from videokv.kernels.attend_packed.words import CODES, side_of, slot_of, spread
 from videokv.kernels.blocks import reach_of
 from videokv.kernels.gpu import checked_refusal, disagreement, on_device, products, say_once
@@ -43,16 +50,14 @@ class Tuning:
 
 
 class Fast:
-    """Of ``gluon_words``: programs in flight on a large GPU for up to 8 query rows of a KV head,
-    and for more (which need more registers), the most registers of a thread for up to 8, tokens of
-    a block, blocks in shared memory, and the most query rows."""
+    """Of the kernels in Gluon: programs in flight on a large GPU, tokens of a block, blocks in
+    shared memory, warps, and the most registers of a thread; for up to 8 query rows of a KV head,
+    for up to ``few_rows``, and (on Hopper, by ``gluon_words_wide``) for more."""
 
-    programs = 1584
-    programs_of_more = 1056
-    registers = 168
-    block = 32
-    stages = 4
-    rows = 16
+    few_rows = 16
+    fewest = (1056, 64, 4, 1, None)
+    few = (1056, 64, 3, 1, None)
+    many = (396, 64, 3, 4, 168)
 
 
 def serves(call: PackedCall) -> bool:
@@ -99,8 +104,9 @@ def split_attention(
         query = call.keys.rotation.apply(query.float()).to(query.dtype)
     fast = _chosen(calls) if fast is None else fast
     programs, block, warps, stages = _tuning(rows)
+    registers = None
     if fast:
-        programs, block = _fast_tuning(rows)
+        programs, block, stages, warps, registers = _fast_tuning(rows)
     table = _table(calls, programs=programs, block=block)
     splits = table.shape[0]
     device = query.device
@@ -110,18 +116,16 @@ def split_attention(
     correction = {"BY_STEPS": call.by_steps, "FACTORS": call.factors is not None}
     with on_device(device):
         if fast:
-            from videokv.kernels.attend_packed import gluon_words
-
-            gluon_words.kernel[(splits, batch * kv_heads)](
+            _fast_kernel(rows)[(splits, batch * kv_heads)](
                 *numbers,
                 **_fast_options(call.keys, "K"),
                 **_fast_options(call.values, "V"),
                 **correction,
                 ROWS=rows,
                 BN=block,
-                STAGES=Fast.stages,
-                num_warps=1,
-                maxnreg=Fast.registers if rows <= 8 else None,
+                STAGES=stages,
+                num_warps=warps,
+                maxnreg=registers,
             )
             return parts, lses
         kernel = _kernel if rows <= Tuning.few_rows else triton_words_wide.kernel
@@ -145,7 +149,7 @@ def split_attention(
 def _chosen(calls: Sequence[PackedCall]) -> bool:
     """``_is_fast``, found out once for a set of chunks (not in the capture of a graph)."""
     call = calls[0]
-    kept, key = _tables_of(calls)[1], (call.query.dtype, call.rows, call.by_steps, Fast.stages)
+    kept, key = _tables_of(calls)[1], (call.query.dtype, call.rows, call.by_steps)
     if key not in kept:
         found = _is_fast(calls)
         if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -160,8 +164,8 @@ def _is_fast(calls: Sequence[PackedCall]) -> bool:
     rows = call.rows
     fits = (
         in_pairs(call.query)
-        and rows <= Fast.rows
-        and all(each.keys.tokens >= Fast.block for each in calls)
+        and (rows <= Fast.few_rows or is_hopper(call.query.device))
+        and all(each.keys.tokens >= _fast_tuning(rows)[1] for each in calls)
         and all(_fits_fast(side) for each in calls for side in (each.keys, each.values))
     )
     if not fits:
@@ -169,13 +173,23 @@ def _is_fast(calls: Sequence[PackedCall]) -> bool:
     sides = (call.keys.config(), call.values.config(), call.by_steps, call.factors is None)
     refusal = checked_refusal(
         "attend_packed in Gluon",
-        (call.query.dtype, rows, Fast.block, Fast.stages, *sides),
+        (call.query.dtype, rows, *sides),
         call.query.device,
         lambda: _fast_disagreement(call),
     )
     if refusal is not None:
         say_once(f"packed chunks are read by the slower kernel: {refusal}")
     return refusal is None
+
+
+def _fast_kernel(rows: int) -> Any:
+    if rows <= Fast.few_rows:
+        from videokv.kernels.attend_packed import gluon_words
+
+        return gluon_words.kernel
+    from videokv.kernels.attend_packed import gluon_words_wide
+
+    return gluon_words_wide.kernel
 
 
 def _fits_fast(parts: Parts) -> bool:
@@ -204,9 +218,8 @@ _tables: weakref.WeakKeyDictionary[Parts, _Kept] = weakref.WeakKeyDictionary()
 def has_table(calls: Sequence[PackedCall]) -> bool:
     """Whether these calls need nothing from the host, as in the capture of a CUDA graph: there a
     table would be copied at every replay, from memory that is no longer its own."""
-    programs, block, *_ = _tuning(calls[0].rows)
-    if _chosen(calls):
-        programs, block = _fast_tuning(calls[0].rows)
+    rows = calls[0].rows
+    programs, block, *_ = _fast_tuning(rows) if _chosen(calls) else _tuning(rows)
     return _table_key(calls, programs, block) in _tables_of(calls)[0]
 
 
@@ -214,9 +227,10 @@ def _tuning(rows: int) -> tuple[int, int, int, int]:
     return Tuning.few if rows <= Tuning.few_rows else Tuning.many
 
 
-def _fast_tuning(rows: int) -> tuple[int, int]:
-    """Programs in flight, and tokens of a block."""
-    return (Fast.programs if rows <= 8 else Fast.programs_of_more), Fast.block
+def _fast_tuning(rows: int) -> tuple[int, int, int, int, int | None]:
+    if rows <= Fast.few_rows:
+        return Fast.fewest if rows <= 8 else Fast.few
+    return Fast.many
 
 
 def _tables_of(
