@@ -11,6 +11,8 @@ from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed.call import Current
 from videokv.kernels.blocks import as_bytes
 from videokv.kernels.gpu import on_device
+from videokv.kernels.grids import cdiv
+from videokv.kernels.launches import alike
 from videokv.kernels.numbers import e4m3_halves
 from videokv.kernels.quantize_unbiased.layout import Centres
 from videokv.rotation import Rotation
@@ -59,8 +61,15 @@ def merge(
     if isinstance(other, Current):
         current, asked = other, like.contiguous()
         key, value = _along_rows(other.key), _along_rows(other.value)
+    run = alike(
+        _kernel, (rows, cdiv(size, block)), parts.device,
+        D=size, BD=block, BS=SPLITS if rotation is None else TURNED_SPLITS,
+        QD=like.shape[3], BQ=padded(like.shape[3]), BN=CURRENT,
+        CAUSAL=current is not None and current.causal,
+        num_warps=WARPS if rotation is None else 2 * WARPS,
+    )  # fmt: skip
     with on_device(parts.device):
-        _kernel[(rows, triton.cdiv(size, block))](
+        run(
             parts, lses, output, *((0, 0, 0) if output is None else output.stride()[:3]),
             other_lse if other_lse is None else other_lse.contiguous(),
             asked, key, value, *_steps(key), *_steps(value),
@@ -68,10 +77,6 @@ def merge(
             1 if key is None else key.shape[2], 0.0 if current is None else current.scale,
             matrix, masses, table, table_scale, count, sharers, out, lse, splits, rows, heads,
             queries,
-            D=size, BD=block, BS=SPLITS if rotation is None else TURNED_SPLITS,
-            QD=like.shape[3], BQ=padded(like.shape[3]), BN=CURRENT,
-            CAUSAL=current is not None and current.causal,
-            num_warps=WARPS if rotation is None else 2 * WARPS,
         )  # fmt: skip
     return out, lse
 

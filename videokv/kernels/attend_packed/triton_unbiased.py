@@ -34,6 +34,7 @@ from videokv.kernels.attend_packed.splits import (
 from videokv.kernels.attend_packed.unbiased_query import LABELS, ready
 from videokv.kernels.blocks import code_words, in_words, labels_block, odd_block
 from videokv.kernels.gpu import checked_refusal, disagreement, on_device, products, say_once
+from videokv.kernels.launches import alike
 from videokv.kernels.numbers import exp2_codes
 from videokv.kernels.pack_codes import packed_length
 from videokv.kernels.reconstruct.parts import Parts
@@ -150,8 +151,22 @@ def _launch_fast(
     splits, heads = found[0].shape[0], keys.shape[0] * keys.shape[1]
     _, block, stages, warps, registers = _tuning(call.rows)
     few = call.rows <= Fast.few_rows
+    run = alike(
+        _fast_kernel(call.rows),
+        (splits, heads),
+        call.query.device,
+        K_BITS=keys.bits,
+        K_LABEL=keys.centres.label_bits,
+        V_LABEL=values.centres.label_bits,
+        BY_STEPS=call.by_steps,
+        ROWS=call.rows,
+        BN=block,
+        STAGES=stages,
+        num_warps=warps,
+        maxnreg=registers,
+    )
     with on_device(call.query.device):
-        _fast_kernel(call.rows)[(splits, heads)](
+        run(
             query,
             means,
             numbers,
@@ -164,15 +179,6 @@ def _launch_fast(
             call.scale * LOG2_E,
             keys.tokens,
             stretch,
-            K_BITS=keys.bits,
-            K_LABEL=keys.centres.label_bits,
-            V_LABEL=values.centres.label_bits,
-            BY_STEPS=call.by_steps,
-            ROWS=call.rows,
-            BN=block,
-            STAGES=stages,
-            num_warps=warps,
-            maxnreg=registers,
         )
 
 

@@ -34,6 +34,7 @@ from videokv.kernels.attend_packed.splits import (
 from videokv.kernels.attend_packed.words import CODES, side_of, slot_of, spread
 from videokv.kernels.blocks import reach_of
 from videokv.kernels.gpu import checked_refusal, disagreement, on_device, products, say_once
+from videokv.kernels.launches import alike
 from videokv.kernels.reconstruct.parts import Parts
 from videokv.tensors import E4M3
 
@@ -116,8 +117,10 @@ def split_attention(
     correction = {"BY_STEPS": call.by_steps, "FACTORS": call.factors is not None}
     with on_device(device):
         if fast:
-            _fast_kernel(rows)[(splits, batch * kv_heads)](
-                *numbers,
+            run = alike(
+                _fast_kernel(rows),
+                (splits, batch * kv_heads),
+                device,
                 **_fast_options(call.keys, "K"),
                 **_fast_options(call.values, "V"),
                 **correction,
@@ -127,6 +130,7 @@ def split_attention(
                 num_warps=warps,
                 maxnreg=registers,
             )
+            run(*numbers)
             return parts, lses
         kernel = _kernel if rows <= Tuning.few_rows else triton_words_wide.kernel
         kernel[(splits, batch * kv_heads)](

@@ -11,6 +11,8 @@ from videokv.kernels.attend.tiles import padded
 from videokv.kernels.attend_packed.call import PackedCall
 from videokv.kernels.blocks import as_bytes
 from videokv.kernels.gpu import on_device
+from videokv.kernels.grids import cdiv
+from videokv.kernels.launches import alike
 from videokv.kernels.numbers import e4m3_halves
 
 LABELS = 16  # of a padded table, zero among them
@@ -37,8 +39,19 @@ def ready(call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
     scores = torch.empty(rows, LABELS if wide else 2 * LABELS, dtype=kind, device=device)
     numbers = torch.empty(3, rows, device=device)
     block = min(BLOCK_ROWS, padded(call.rows))
+    run = alike(
+        _kernel,
+        (cdiv(call.rows, block), rows // call.rows),
+        device,
+        D=size,
+        BD=padded(size),
+        BM=block,
+        WIDE=wide,
+        PRECISION="tf32x3" if device.type == "cuda" else "ieee",
+        num_warps=WARPS,
+    )
     with on_device(device):
-        _kernel[(triton.cdiv(call.rows, block), rows // call.rows)](
+        run(
             call.query.contiguous(),
             rotation.matrix(device=device),
             as_bytes(centres.table.contiguous()),
@@ -51,12 +64,6 @@ def ready(call: PackedCall) -> tuple[Tensor, Tensor, Tensor]:
             call.rows,
             rows,
             call.scale / 24,
-            D=size,
-            BD=padded(size),
-            BM=block,
-            WIDE=wide,
-            PRECISION="tf32x3" if device.type == "cuda" else "ieee",
-            num_warps=WARPS,
         )
     return turned, scores, numbers
 
