@@ -96,7 +96,7 @@ def test_batches(narrow: bool) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("where", ["past", "current", "a row", "values"])
+@pytest.mark.parametrize("where", ["past", "current", "a row", "values", "values of both signs"])
 def test_weights_far_above_those_of_the_first_block(where: str) -> None:
     """BF16 weights have the first block's largest score as their base: 2^300 of it is not float32,
     and neither are sums of values of 1e30 with weights of 2^80."""
@@ -112,9 +112,12 @@ def test_weights_far_above_those_of_the_first_block(where: str) -> None:
     elif where == "a row":
         query[:, 3, 150] = 3.0
         keys[:, 1, 900:] = 4.0
-    else:
+    elif where == "values":
         keys[:, 0, 700] = 1.2
         values[:, 0, 700] = 1e30
+    else:  # one channel becomes inf, then NaN, while all others stay finite
+        keys[:, 0, 300], keys[:, 0, 450] = 1.2, 1.2
+        values[:, 0, 300, 5], values[:, 0, 450, 5] = 1e30, -5e29
     past, new = replace(call.past, keys=keys, values=values), replace(call.current, keys=current)
     call = replace(call, query=query, past=past, current=new)
     _, lse = importlib.import_module("videokv.kernels.attend.hopper").attend(call)

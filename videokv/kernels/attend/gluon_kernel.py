@@ -41,8 +41,8 @@ from videokv.kernels.attend.gluon_blocks import (
     weights_of,
 )
 
-_LARGEST_SUM = gl.constexpr(2.0**90)  # of weights; values up to 2^37 can be summed with them
-_LARGEST = gl.constexpr(3.0e38)
+_LARGEST_SUM = gl.constexpr(2.0**90)  # of weights; values up to 2^30 can be summed with them
+_LARGEST = gl.constexpr(3.0e38)  # of the magnitudes of a row's channels, added up
 
 
 @gluon.jit
@@ -194,7 +194,8 @@ def _consume(
         channel = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LO))
         log = peak * unit + (gl.log2(total) - SHIFT)
         if FIXED:
-            fits = (total < _LARGEST_SUM) & (gl.max(gl.abs(acc), 1) < _LARGEST)
+            # A largest magnitude would pass over NaN, which sums become that left float32 twice.
+            fits = (total < _LARGEST_SUM) & (gl.sum(gl.abs(acc), 1) < _LARGEST)
             log = gl.where(fits, log, float("inf"))
         acc = acc * (1.0 / total)[:, None]
         if end - begin == key_blocks:
