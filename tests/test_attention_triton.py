@@ -154,10 +154,14 @@ def test_slices_of_one_buffer_and_expanded_batches():
     check(call)
 
 
-def test_values_stored_transposed():
-    call = make_call()
-    turned = call.past.values.mT.contiguous().mT
-    check(dataclasses.replace(call, past=Rows(call.past.keys, turned)))
+@pytest.mark.parametrize("which", ["past", "current"])
+@pytest.mark.parametrize("tokens", [63, 64])
+def test_values_stored_transposed(which, tokens):
+    """Of 64 tokens the copy engine could load them."""
+    call = make_call(past=tokens, current=tokens)
+    rows = getattr(call, which)
+    turned = Rows(rows.keys, rows.values.mT.contiguous().mT)
+    check(dataclasses.replace(call, **{which: turned}))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -47,7 +47,8 @@ def attend(
         out, lse = into
     extra_query, extra_keys = _columns(call)
     past, current = _dense_rows(call.past), _dense_rows(call.current)
-    described = tile.descriptors and _describable(query.device, past, current, extra_keys)
+    plain = current is None or current.values.stride(3) == 1  # the past's alone may lie turned
+    described = plain and tile.descriptors and _describable(query.device, past, current, extra_keys)
     sizes = padded(size), padded(call.value_dim)
     run = alike(
         _forward,
