@@ -261,6 +261,17 @@ def test_an_error_names_its_layer_and_leaves_the_cache_as_it_was(together, name,
     assert all(after[layer].chunks is before[layer].chunks for layer in before)
 
 
+def test_a_chunk_before_of_another_seed_is_refused_as_alone(together):
+    recipe = videokv.recipe("quarot-2bit")
+    states = filled(recipe, [16], size=32).layer_states()
+    for on in (False, True):
+        together.turn(on)
+        cache = KVCache(dataclasses.replace(recipe, seed=1))
+        cache.restore(states, length=16)
+        with pytest.raises(ValueError, match="layer 0 .*start a new cache"):
+            filled(recipe, [16], start=16, cache=cache, size=32)
+
+
 def test_missing_queries_are_refused_as_alone(together):
     together.turn(True)
     cache = KVCache(videokv.recipe("rtn-2bit+calibrated"))

@@ -70,12 +70,12 @@ class Quantizer(Protocol):
 
     One that never looks at ``EncodeContext.query_moment`` may say so by an attribute
     ``reads_queries = False``; the moment is then not kept for its sake. ``reads_previous = False``
-    says the same of ``EncodeContext.previous``, which is None where layers are encoded together.
-    ``stackable = True``: batch rows are treated as if each were alone, and the chunk's tensors have
-    the batch first, so that layers may be encoded together as rows of one batch; a chunk (or a part
-    of it) whose format the numbers of all rows have set says so by a true ``format_by_data`` (and
-    what parts of the batch would have alone by ``fields_apart``, where only plain
-    ``fields_by_data`` differ).
+    says the same of the tensors of ``EncodeContext.previous``, which are one layer's where several
+    are encoded together. ``stackable = True``: batch rows are treated as if each were alone, and
+    the chunk's tensors have the batch first, so that layers may be encoded together as rows of one
+    batch; a chunk (or a part of it) whose format the numbers of all rows have set says so by a true
+    ``format_by_data`` (and what parts of the batch would have alone by ``fields_apart``, where only
+    plain ``fields_by_data`` differ).
     """
 
     def check(self, head_dim: int) -> None:

@@ -179,7 +179,9 @@ def _encoded(
     looked_at = before if _may_differ(before[0]) else ()
     if any(not hasattr(part, "fields_apart") for part in _set_by_data(looked_at)):
         raise _Unlike  # so would this chunk, most likely
-    previous = stack.joined(before) if getattr(quantizer, "reads_previous", True) else None
+    # Where nobody looks at its tensors, the first layer's says of which kind the one before was.
+    looks = getattr(quantizer, "reads_previous", True)
+    previous = stack.joined(before) if looks else before[0]
     moment = None
     if jobs[0].moment is not None and reads_queries(quantizer):
         moment = stack.joined([None if job.moment is None else job.moment.mean for job in jobs])
