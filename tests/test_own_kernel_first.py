@@ -5,6 +5,7 @@ import torch
 
 from videokv.attention import attend, choose, explain_choice, sdpa, triton
 from videokv.attention.choose import own_first
+from videokv.kernels.attend import _corner
 from videokv.protocols import Segment
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -73,6 +74,19 @@ def test_causal_calls_stay_with_stock_kernels(hopper, monkeypatch) -> None:
     query = _elsewhere(query)
     assert explain_choice(query, segments).backend == "triton"
     assert explain_choice(query, segments, causal=True).backend == "sdpa"
+
+
+def test_its_check_sees_as_many_keys_as_that_of_a_whole_call() -> None:
+    """The base of all weights is the first block's: one block of keys checks nothing of it."""
+    query = torch.randn(1, 2, 200, 128)
+    segments = [Segment(*(torch.randn(1, 2, tokens, 128) for _ in "kv")) for tokens in (4680, 200)]
+    calls = (
+        triton.BACKEND._call(query, of, scale=1.0, causal=False)
+        for of in (segments, triton._first_rows(segments))
+    )
+    whole, first = (_corner(call) for call in calls)
+    assert first.past.keys.shape == whole.past.keys.shape == (1, 2, 333, 128)
+    assert first.current.keys.shape == whole.current.keys.shape
 
 
 def test_never_on_a_cpu() -> None:

@@ -200,8 +200,9 @@ def _shape_key(query: Tensor, segments: Sequence[Segment], columns: int) -> Hash
     return (query.dtype, query.device, sizes, last.values.shape[3], kinds)
 
 
-def _first_rows(segments: Sequence[Segment], *, tokens: int = 64) -> list[Segment]:
-    """The first rows of each segment: enough to know whether a call can be served."""
+def _first_rows(segments: Sequence[Segment], *, tokens: int = 384) -> list[Segment]:
+    """The first rows of each segment: enough to know whether a call can be served, and for a
+    kernel's check to go through several blocks of keys."""
     return [
         replace(
             s,
