@@ -279,3 +279,24 @@ def test_a_missing_gluon_is_said_once(hopper, monkeypatch: pytest.MonkeyPatch) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert served_by(call) == "triton"
+
+
+def test_one_that_marks_every_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernel does such rows again: the output is right, and late."""
+
+    class Marking:
+        @staticmethod
+        def attend(call: Call) -> tuple[Tensor, Tensor]:
+            out, lse = reference.attend(call)
+            return out, torch.full_like(lse, torch.inf)
+
+    class Again:
+        @staticmethod
+        def attend(call: Call, *, tile: object, into: tuple[Tensor, Tensor]) -> None:
+            for kept, right in zip(into, reference.attend(call), strict=True):
+                kept.copy_(right)
+
+    monkeypatch.setattr(room, "_hopper", lambda: Marking)
+    monkeypatch.setattr(room, "_kernel", lambda: Again)
+    call = make_call(2, 2, 77, 333, 77, 16, narrow=False)
+    assert "every row" in str(room._self_check(call, by_gluon=True))

@@ -154,6 +154,7 @@ def attend(
         found = ours.attempt(query, filled, scale=scale, causal=causal, need_lse=need_lse)
         if not isinstance(found, str):
             return found
+        own = None
     choice = _chosen(query, filled, backend=backend, own=own)
     if backend == "auto" and choice.backend != _AUTO[0] and own is None:
         _say_once(f"attention runs on backend {choice.backend!r}: {choice.why}")
