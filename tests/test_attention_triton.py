@@ -132,8 +132,10 @@ def test_only_blocks_of_queries_that_another_kernel_left_are_done(sign):
         done = torch.zeros_like(lse, dtype=torch.bool)
         for row in rows:
             done[1, 2, row // 16 * 16 : row // 16 * 16 + 16] = True
-        assert torch.equal(out, torch.where(done[..., None], want, 7.0))
-        assert torch.equal(lse, torch.where(done, want_lse, 7.0))
+        assert bool((out[~done] == 7).all()) and bool((lse[~done] == 7).all())
+        # Another kernel to the compiler: its last bit may be another.
+        torch.testing.assert_close(out[done], want[done], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse[done], want_lse[done], rtol=1e-5, atol=1e-6)
 
 
 def test_slices_of_one_buffer_and_expanded_batches():
