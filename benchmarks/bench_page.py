@@ -24,7 +24,11 @@ TITLES = {
 }
 
 NOTES = {
-    "attention": "`error`: relative norm against float64 on the same dequantized keys and values.",
+    "attention": (
+        "`auto`: what a call takes that names no backend, with FlashAttention-4 installed and "
+        "(`without_fa4`) left out. `error`: relative norm against float64 on the same dequantized "
+        "keys and values."
+    ),
     "end_to_end": (
         "`against_best_dense` and `against_cudnn` include packing, "
         "`passes_against_best_dense` does not. `snapshot`: the whole history is packed anew every "
