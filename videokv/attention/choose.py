@@ -92,8 +92,9 @@ def _chosen(query: Tensor, filled: Sequence[Segment], *, backend: str, own: str 
 def own_first(query: Tensor, filled: Sequence[Segment]) -> str | None:
     """Why "auto" takes our own kernel before stock ones for a call that is not causal, or None.
 
-    On Hopper, with packed rows: one H200 took 1.34 ms with a correction where FlashAttention-4
-    takes 1.55 and cuDNN 2.02 without one (12 heads, 4,680 queries, 32,760 keys).
+    On Hopper, with packed rows: one H200 took 1.38 to 1.55 ms, decoding and correction included,
+    where FlashAttention-4 takes 1.47 and cuDNN 1.87 on dense keys (12 heads, 4,680 queries,
+    32,760 keys; docs/bench.md).
     """
     if query.device.type != "cuda" or query.shape[2] < _MANY_ROWS:
         return None
