@@ -1,4 +1,4 @@
-"""Variants of our attention kernel, the parts of a corrected read, and decode, on one GPU.
+"""Variants of our Triton attention kernel, the parts of a corrected read, and decode, on one GPU.
 
     python benchmarks/tune_attention.py --seconds 75
 

@@ -37,7 +37,7 @@ _NO_EXACT = (
 
 
 class SdpaBackend:
-    """Appended columns and PyTorch's kernels: CPU, cuDNN, flash or memory-efficient."""
+    """Appended columns and stock kernels: CPU, FlashAttention-4, cuDNN, flash, memory-efficient."""
 
     name = "sdpa"
 
