@@ -12,6 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+# Newer releases of Triton have another name for it.
+PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
 _FOUR_E4M3 = gl.constexpr("""
 {
     .reg .b16 low, high;
@@ -119,7 +122,11 @@ def value_block(v_ring, slot, NARROW: gl.constexpr):
         if value.dtype == gl.float8e4nv:
             narrow = value
         else:
-            narrow = value._reinterpret(gl.float8e4nv, [2, SIZE, KEYS], layout).index(0)
+            if PUBLIC:
+                both = value.reinterpret(gl.float8e4nv, [2, SIZE, KEYS], layout)
+            else:
+                both = value._reinterpret(gl.float8e4nv, [2, SIZE, KEYS], layout)
+            narrow = both.index(0)
         block = narrow.permute([1, 0])
     else:
         block = value

@@ -41,6 +41,9 @@ from videokv.kernels.attend.gluon_blocks import (
     weights_of,
 )
 
+# Newer releases of Triton have another name for it.
+copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
 _LARGEST_SUM = gl.constexpr(2.0**90)  # of weights; values up to 2^30 can be summed with them
 _LARGEST = gl.constexpr(3.0e38)  # of the magnitudes of a row's channels, added up
 
@@ -216,7 +219,7 @@ def _consume(
 @gluon.jit
 def _fetch(desc, place, bar, target, SHAPE: gl.constexpr):
     """One copy into a block of shared memory that has another shape."""
-    tma.async_copy_global_to_shared(desc, place, bar, target.reshape(SHAPE))
+    copy_block(desc, place, bar, target.reshape(SHAPE))
 
 
 @gluon.jit
