@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from videokv.kernels.attend.call import Call, Rows
 from videokv.kernels.attend.gluon_kernel import forward, merge
 from videokv.kernels.gpu import on_device
+from videokv.kernels.grids import cdiv
 from videokv.kernels.launches import alike
 from videokv.tensors import E4M3
 
@@ -100,8 +101,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     assert held is not None
     past_tokens = 0 if past is None else past.keys.shape[2]
     current_tokens = 0 if current is None else current.keys.shape[2]
-    key_blocks = _ceil(past_tokens, KEYS) + _ceil(current_tokens, KEYS)
-    row_blocks = _ceil(rows, GROUPS * QUERIES)
+    key_blocks = cdiv(past_tokens, KEYS) + cdiv(current_tokens, KEYS)
+    row_blocks = cdiv(rows, GROUPS * QUERIES)
     blocks = row_blocks * batch * heads
     programs = _programs(query.device)
     first_block = blocks // programs * programs
@@ -217,7 +218,3 @@ def _fours(x: Tensor, size: int) -> TensorDescriptor:
     shape = [batch * heads, 2, -(-tokens // 4), 2, size]
     view = x.as_strided(shape, [head, 2 * row, 4 * row, row, 1], x.storage_offset())
     return _described(view, [1, 2, KEYS // 4, 2, size])
-
-
-def _ceil(count: int, unit: int) -> int:
-    return -(-count // unit)

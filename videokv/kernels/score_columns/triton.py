@@ -22,6 +22,7 @@ from videokv.kernels.grids import cdiv, next_power_of_2
 from videokv.kernels.launches import Launches
 from videokv.kernels.score_columns import triton_energies, triton_sums
 from videokv.kernels.score_columns.placement import TOKENS, Placement
+from videokv.kernels.score_columns.widener import widener
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation, signs
 
@@ -95,15 +96,7 @@ def widening(
         "num_stages": 1,
     }
     launches = Launches(_widen, (cdiv(rows, ROWS), batch * heads), constants)
-
-    def widened(query: Tensor) -> Tensor:
-        query = query if query.stride(3) == 1 else query.contiguous()
-        out = query.new_empty(batch, heads, rows, width)
-        with on_device(query.device):
-            launches(query, *query.stride()[:3], out, bases, matrix, *numbers)
-        return out
-
-    return widened
+    return widener(launches, bases, matrix, *numbers, width=width)
 
 
 @triton.jit(do_not_specialize=_COUNTS)

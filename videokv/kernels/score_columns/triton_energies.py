@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.gpu import on_device, products
+from videokv.kernels.gpu import products
 from videokv.kernels.grids import cdiv, next_power_of_2
 from videokv.kernels.launches import Launches
+from videokv.kernels.score_columns.widener import widener
 from videokv.noise import QueryMap
 
 ROWS = 64
@@ -80,15 +81,7 @@ def widening(
         "num_warps": WARPS,
     }
     launches = Launches(_widen, (cdiv(rows, ROWS), batch * heads), constants)
-
-    def widened(query: Tensor) -> Tensor:
-        query = query if query.stride(3) == 1 else query.contiguous()
-        out = query.new_empty(batch, heads, rows, width)
-        with on_device(query.device):
-            launches(query, *query.stride()[:3], out, bases, *numbers)
-        return out
-
-    return widened
+    return widener(launches, bases, *numbers, width=width)
 
 
 @triton.jit(do_not_specialize=_COUNTS)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from videokv.kernels.gpu import on_device
 from videokv.kernels.grids import cdiv, next_power_of_2
 from videokv.kernels.launches import Launches
+from videokv.kernels.score_columns.widener import widener
 from videokv.noise import QueryMap
 from videokv.rotation import Rotation, signs
 
@@ -63,15 +63,7 @@ def widening(
         "num_warps": WARPS,
     }
     launches = Launches(_widen, (cdiv(rows, ROWS), batch * heads), constants)
-
-    def widened(query: Tensor) -> Tensor:
-        query = query if query.stride(3) == 1 else query.contiguous()
-        out = query.new_empty(batch, heads, rows, width)
-        with on_device(query.device):
-            launches(query, *query.stride()[:3], out, flips, *numbers)
-        return out
-
-    return widened
+    return widener(launches, flips, *numbers, width=width)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
